@@ -1,4 +1,4 @@
-"""What waits for its backward waits elsewhere: the same bits, less held, and no more time while copies are hidden."""
+"""Offloading residuals until their backward: the same bits, less memory, and no more time while copies are hidden."""
 
 from __future__ import annotations
 
@@ -113,8 +113,7 @@ def test_lead_moves_loads_earlier():
 @pytest.mark.parametrize("policy", ["always", "except_last", lambda stage, microbatch: (stage + microbatch) % 2 == 1])
 @pytest.mark.parametrize("halves", [(), (fpipe.split_backward(),)], ids=["B", "I W"])
 def test_recomputed_residuals_are_not_offloaded(policy, destination, halves):
-    """Recomputed after it was offloaded, a residual was read by its OFFLOAD before any R had written it; or R stood
-    right behind F, and kept what it was to spare."""
+    """Used to offload a residual that is recomputed: its OFFLOAD read it before any R had written it."""
     start = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), *halves)(fpipe.program(3))
     offload, recompute = fpipe.offload(to=destination), fpipe.checkpoint(policy)
     program = recompute(offload(start))
@@ -154,7 +153,7 @@ Program.parse("inputs @ 0\ninputs@0 = OFFLOAD[] inputs @ 0\nloss = inputs@0 @ 0"
 
 
 def test_checkpoint_places_recomputes_around_an_early_load():
-    """The recomputes that checkpoint() wrote behind it came after their readers: an R too was taken for placed."""
+    """Used to write each recompute after its reader, since an R was taken for an op that the order had placed."""
     recompute_one = fpipe.checkpoint(lambda stage, microbatch: microbatch == 1)
     offload_early = fpipe.offload("worthwhile", lead=1)
     program = fpipe.chain(fpipe.split(3), recompute_one, fpipe.schedules.gpipe(1), offload_early)(fpipe.program(1))

@@ -1,4 +1,4 @@
-"""Modules whose Python looks at data are one operation of a net that is cut; the rest of it is traced."""
+"""A module whose Python looks at data is one operation of a net that is cut; the rest of the net is traced."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Experts(nn.Module):
 
 
 class MaskedExperts(Experts):
-    """Asks nothing of Python: torch exports it, with sizes that are not known."""
+    """Experts chosen by boolean masks, which torch exports with sizes that are unknown."""
 
     def mix_experts(self, x: Tensor, weight: Tensor, route: Tensor) -> Tensor:
         mixture = torch.zeros_like(x)
@@ -57,7 +57,7 @@ class MaskedExperts(Experts):
 
 
 class Branching(nn.Module):
-    """Looks at rows of which only the data say how many they are."""
+    """A layer that branches on the sum of its rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Branching(nn.Module):
 
 
 class CountedExperts(Experts):
-    """Counts its calls, which a run that only asks for shapes must not."""
+    """Experts that count their calls, so that a run for shapes alone shows."""
 
     calls = 0
 
@@ -112,7 +112,7 @@ def net_of(make_module: Callable[[], nn.Module]) -> Toy:
 
 
 def autograd_grads(net: nn.Module, batch: Any, microbatches: int) -> dict[str, Tensor | None]:
-    """The gradients under plain autograd, one microbatch after the other."""
+    """Return the gradients of plain autograd over the microbatches in order."""
     net.zero_grad()
     for ids, target in zip(*(tensor.chunk(microbatches) for tensor in batch), strict=True):
         (cross_entropy(net(ids), target) / microbatches).backward()
@@ -146,7 +146,7 @@ KINDS: dict[str, tuple[Any, str | None]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_net_around_a_module_that_looks_at_data_is_cut(name: str):
-    """It ended in torch's words for a size that is not known; of masks in those for an op without a meta kernel."""
+    """Used to end in torch's message about an unknown size, or about an op without a meta kernel."""
     make_module, site = KINDS[name]
     net = net_of(make_module)
     with warnings.catch_warnings(record=True) as caught:
@@ -174,7 +174,7 @@ def test_a_net_around_a_module_that_looks_at_data_is_cut(name: str):
 
 @pytest.mark.parametrize("all_on_meta", [False, True])
 def test_from_module_refuses_an_opaque_module_on_meta_by_name(all_on_meta: bool):
-    """Of a net on meta beside a real example the run that tells what it makes ended in torch's words for a device."""
+    """Used to end in torch's message about devices for a net on meta with a real example."""
     net = net_of(Experts).to("meta")
     example: Any = tuple(part.to("meta") for part in tokens()) if all_on_meta else tokens()
     with pytest.raises(ValueError, match=r"The Python of 'blocks.1.inner' looks at data, which .* on meta lack: cut"):
@@ -194,7 +194,7 @@ def test_an_opaque_module_may_be_a_stage():
 
 @pytest.mark.filterwarnings("ignore:The Python of", "ignore:a stage runs under autograd")
 def test_an_opaque_module_may_be_called_twice_and_have_dropout():
-    """Each call is an operation of its own, and draws what its stage draws."""
+    """Each call is an operation, and draws as its stage draws."""
     shared = Experts(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))
     net = net_around(shared, make_dense(), shared)
     model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())

@@ -1,4 +1,4 @@
-"""The global order is a function of the ops and of the ranks' orders: one clock, data first, then the rank."""
+"""The global order follows from the ops and the order of each rank: one clock, data first, then the rank."""
 
 import random
 
@@ -12,7 +12,7 @@ PIPELINE = fpipe.chain(fpipe.split(4), fpipe.split_backward(), fpipe.schedules.o
 
 
 def shuffle_ops(program: Program, seed: int) -> list:
-    """The same ops, the ranks' rows mixed another way, those that no row names anywhere."""
+    """Interleave the orders of the ranks at random, and put unscheduled ops anywhere."""
     rows = {rank: [op for op in ops if op.kind in "FBIW"] for rank, ops in ops_by_rank(program.ops).items()}
     loose = [op for op in program.ops if op.kind not in "FBIW"]
     chance = random.Random(seed)
@@ -45,7 +45,7 @@ def test_an_op_of_an_unscheduled_stage_keeps_its_place():
 
 
 def cross_reads(program: Program) -> list:
-    """Its ops, the first ADD of a stage's sums reading the last."""
+    """Let the first ADD of a stage's sums read the last one."""
     adds = [op for op in program.ops if op.kind == "ADD"]
     return [op._replace(reads=(adds[-1].writes[0], *op.reads[1:])) if op is adds[0] else op for op in program.ops]
 

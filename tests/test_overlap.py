@@ -1,4 +1,4 @@
-"""Exchanges on a lane of their own: their time, and the schedules that hide them behind another microbatch's work."""
+"""Exchanges run on a lane of the rank, and schedules hide them behind the work of another microbatch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compute(params: Any, x: Any) -> Any:
 
 
 def experts(blocks: int) -> fpipe.Model:
-    """Blocks of attention, dispatch, experts and combine."""
+    """Return blocks of attention, dispatch, experts and combine."""
     block = [compute, fpipe.exchange("all_to_all", "ep"), compute, fpipe.exchange("all_to_all", "ep")]
     return fpipe.from_functions(block * blocks, loss=lambda y, target: y)
 
@@ -37,7 +37,7 @@ def test_a_pair_that_takes_less_than_its_parts_shortens_the_step():
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b_overlap", "interleaved_overlap", "dualpipe"])
 def test_an_overlapped_schedule_ignores_an_earlier_placement(schedule: str):
-    """A PAIR whose first part was on its rank already left the other one where that was: stages on several ranks."""
+    """Used to leave the second part of a PAIR on its old rank if the first part needed no move."""
     transform, program = fpipe.schedules.get(schedule)(2), fpipe.split(4)(fpipe.program(4))
     assert fpipe.chain(fpipe.place([1, 0, 1, 0]), transform)(program) == transform(program)
     assert fpipe.chain(fpipe.place("linear"), transform)(program) == transform(program)
@@ -106,7 +106,7 @@ def test_a_cluster_prices_exchanges_by_their_bytes():
 
 
 def test_op_seconds_of_a_timeline_are_the_costs():
-    """Each from when its lane was free, and no wait for one is another op's time."""
+    """An exchange is timed from when its lane was free; no wait counts as the time of another op."""
     costs = fpipe.Costs(exchange=1.5, gather=0.75, scatter=2.5)
     shared = fpipe.chain(fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False), fpipe.shard(gather="use"))
     for program in (
@@ -120,7 +120,7 @@ def test_op_seconds_of_a_timeline_are_the_costs():
 
 
 def test_a_search_interleaves_exchanges_with_the_work_of_other_microbatches():
-    """It chose among schedules by name alone: 56.8 s on two ranks, where 51.8 are enough."""
+    """Used to choose among named schedules only: 56.8 s on two ranks, though 51.8 s are enough."""
     exchange = fpipe.exchange("all_to_all", "ep")
     block: list[Any] = [lambda p, x: (x @ p["w"]).tanh(), exchange, lambda p, x: (x @ p["w"]).relu(), exchange]
     model = fpipe.from_functions(block * 2, loss=lambda y, target: (y - target).square().mean())
@@ -140,7 +140,7 @@ def test_a_search_interleaves_exchanges_with_the_work_of_other_microbatches():
 
 
 def test_the_bound_of_a_search_counts_exchanges_on_their_own_lane():
-    """The solver knew one lane a rank, and proved 34 s the shortest, where 29 are enough."""
+    """Used to model one lane a rank, and to prove 34 s the shortest, though 29 s are enough."""
     start, costs = fpipe.split(4)(fpipe.program(experts(2))), fpipe.Costs(exchange=1)
     result = fpipe.search(start, costs, ranks=2, placement="linear", seconds=0.2)
     assert result.timeline.makespan <= fpipe.simulate(fpipe.schedules.one_f_one_b_overlap(2)(start), costs).makespan

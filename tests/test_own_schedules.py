@@ -1,4 +1,4 @@
-"""Schedules of one's own, from a priority or a generator: what they give, and what they say when they cannot."""
+"""Schedules that users write as a priority or a generator: their orders, and the refusals of invalid ones."""
 
 import math
 import re
@@ -49,7 +49,7 @@ def test_a_key_is_told_time_rank_held_microbatches_and_sizes():
     from_priority(key, 2, costs=fpipe.Costs(transfer=0.5))(split_program(2, 2))
     assert calls[0] == RankState(time=0.0, rank=0, held_microbatches=0.0, microbatches=2, stages=2)
     assert min(now.time for now in calls if now.rank == 1) == 1.5
-    assert max(now.held for now in calls) == 2
+    assert max(now.held_microbatches for now in calls) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Where other systems fail, measured, and what a step does here. Those that are one with a larger story stand there:
-counted losses (test_losses), two steps (property_tests/test_gradients), norms (test_state), dropout (test_random), ties
-and skips, in-place ops and outputs in order (test_bad_input), a B that cannot be cut (layers.py)."""
+"""Cases in which other systems were measured to fail, and how a step handles them. Further cases are in tests with a
+larger subject: counted losses (test_losses), two steps (property_tests/test_gradients), norms (test_state), dropout
+(test_random), ties, skips, in-place ops and ordered outputs (test_bad_input), a B that cannot be cut (layers.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch_of(rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 def observe_state(net: nn.Module) -> list[Any]:
-    """All that somebody outside could see."""
+    """Return all state of the net and of torch that a caller can observe."""
     modes = [module.training for module in net.modules()]
     grads = [leaf.grad for leaf in net.parameters()]
     return [*modes, *grads, *bits(dict(net.state_dict())), *bits(torch.get_rng_state())]
@@ -37,7 +37,7 @@ def observe_state(net: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("reading", ["sizes", "build", "verify", "profile", "reference", "simulate"])
 def test_reading_a_step_changes_no_state(reading: str, training: bool):
-    """Parameters, buffers, modes, random numbers and the caller's tensors."""
+    """Parameters, buffers, modes, random numbers and the caller's tensors keep their bits."""
     net, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)), batch_of()
     net[1].train(training)
     model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
@@ -58,7 +58,7 @@ def test_reading_a_step_changes_no_state(reading: str, training: bool):
 
 @pytest.mark.parametrize(("policy", "times"), [("always", 4), ("except_last", 3), ("never", 0)])
 def test_recomputes_follow_the_actual_number_of_microbatches(policy: Any, times: int):
-    """Not by those asked for: 6 rows in 4, and 4 rows where 8 microbatches were asked for."""
+    """Splits 6 rows into 4 microbatches, and 4 rows where up to 8 microbatches are allowed."""
     rows_per_call: list[int] = []
 
     class Counting(nn.Linear):
@@ -81,7 +81,7 @@ def test_recomputes_follow_the_actual_number_of_microbatches(policy: Any, times:
 
 
 def test_the_input_gradient_op_of_the_first_stage_makes_no_tensor():
-    """torch 2.13 raises there. I makes no tensor, so what it hands on is what it was handed; that of stage 1 does."""
+    """torch 2.13 raises here. The I of stage 0 only passes on the residuals it reads; the I of stage 1 adds tensors."""
     net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
     model, params, _ = fpipe.from_sequential(net, sizes=[4, 4], loss=nn.functional.mse_loss)
     program = fpipe.chain(fpipe.split_backward(), fpipe.schedules.gpipe(2))(fpipe.program(model))
@@ -100,7 +100,7 @@ def test_the_input_gradient_op_of_the_first_stage_makes_no_tensor():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_batch_that_is_a_misaligned_view_gives_the_same_bits(policy: str):
-    """Kernels start elsewhere on such memory, so a copy of it would have other sums."""
+    """Kernels start at another address on misaligned memory, so a copy would add up in another order."""
     memory = torch.randn(2, 1 + 11 * WIDTH)
     batch = tuple(row[1:].view(11, WIDTH) for row in memory)
     net = nn.Sequential(nn.Linear(WIDTH, 64), nn.SiLU(), nn.Linear(64, WIDTH))
@@ -110,7 +110,7 @@ def test_a_batch_that_is_a_misaligned_view_gives_the_same_bits(policy: str):
 
 
 def test_autocast_with_a_weight_used_twice_is_right_in_threads():
-    """A traced cast of the weight is one value in both uses; torch's cache of casts belongs to a thread."""
+    """A traced cast of a weight is one value for both uses; torch's cache of casts belongs to one thread."""
 
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -133,8 +133,8 @@ def test_autocast_with_a_weight_used_twice_is_right_in_threads():
 @pytest.mark.parametrize("front", ["functions", "one loss"])
 @pytest.mark.parametrize("trace", [True, False])
 def test_a_transposed_batch_of_one_row_gives_the_bits_of_autograd(front: str, trace: bool):
-    """`reference` and `from_loss` handed `y.view_as(y)` on, which has other strides where there is one row; a product
-    with a frozen matrix is then another kernel, and gradients differed in their last bits."""
+    """Used to pass on `y.view_as(y)`, which has other strides if there is one row. A product with a frozen matrix then
+    ran another kernel, and gradients differed in their last bits."""
     weights, x, t = [torch.randn(4, 4) for _ in range(2)], torch.randn(1, 4, 4), torch.randn(1, 4, 4)
     params = {"a": weights[0], "frozen": weights[1]}
 
@@ -168,8 +168,8 @@ ROUTES = {**POLICIES, "by layers": (fpipe.checkpoint(grain="layer"), fpipe.split
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("trace", [True, False])
 def test_a_noisy_route_is_the_same_under_every_schedule_and_policy(schedule: str, trace: bool):
-    """A token that a recompute sent elsewhere would have the gradient of another expert. A recompute draws what F drew,
-    and by layers `keep` does not even ask again."""
+    """A recompute draws what F drew; otherwise a token would get the gradient of another expert. By layers, `keep` even
+    stores the route."""
 
     def mixed(module: Any, x: Tensor) -> Tensor:
         scores = torch.softmax(x @ module.router + torch.rand(len(x), 3), 1)
@@ -191,7 +191,7 @@ def test_a_noisy_route_is_the_same_under_every_schedule_and_policy(schedule: str
 
 
 class Wire(torch.autograd.Function):
-    """What goes forward and back over a link in few bits."""
+    """A cast to few bits, forward and backward, as a link does it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None) -> Tensor:
@@ -239,8 +239,8 @@ def last_stage(p: dict[str, Tensor], x: dict[str, Any]) -> Tensor:
     ],
 )
 def test_a_cast_on_the_wire_is_the_same_under_every_schedule_and_policy(schedule: str, cast: str, trace: bool):
-    """Stages 0 and 1 share a rank: only what crosses is rounded, a recompute reads what arrived, and integers and what
-    is narrow already stay."""
+    """Only transfers are rounded: stages 0 and 1 share a rank, a recompute reads the received value, and integers and
+    narrow dtypes stay as they are."""
     cast_option, forward_dtype, backward_dtype = CASTS[cast]
     torch.manual_seed(0)
     stages = [first_stage, middle_stage, middle_stage, last_stage]
@@ -266,8 +266,8 @@ def test_a_cast_on_the_wire_is_the_same_under_every_schedule_and_policy(schedule
 
 @pytest.mark.parametrize("cast", [BF16, {"y": BF16}, {"dx": BF16}])
 def test_a_cast_does_not_round_results_sent_to_the_caller(cast: Any):
-    """Chimera runs half of the microbatches the other way, so that half of the results travel. They were rounded, and
-    the rows of one output had two precisions. Its cuts are those of 1F1B, so each bit is the same."""
+    """Used to round outputs that travel to another rank. Chimera sends half of its outputs, so the rows of one output
+    had two precisions. Its cuts are equal to 1F1B's, so all bits must be equal."""
 
     def joins(p: dict[str, Tensor], x: tuple[Tensor, Tensor]) -> Tensor:
         return torch.tanh((x[0] + x[1]) @ p["w"])
@@ -295,7 +295,7 @@ def test_a_cast_does_not_round_results_sent_to_the_caller(cast: Any):
 
 
 def test_a_cast_does_not_round_a_value_that_is_also_an_output():
-    """A value goes to a rank once, whoever reads it there, so what is handed out keeps its bits for both."""
+    """A value is sent to a rank once for all its readers, so an output keeps its bits for the next stage too."""
     start = fpipe.place([0, 1])(fpipe.program(2))
     for homes, rounded in (((0,), ["y[0,0]", "dx[1,0]"]), ((1,), ["dx[1,0]"])):
         extra_output = fpipe.Output(fpipe.Value("outputs", 0), fpipe.Value("y", 0, 0), homes)
@@ -305,7 +305,7 @@ def test_a_cast_does_not_round_a_value_that_is_also_an_output():
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_a_cast_rounds_within_the_documented_bound(dtype: torch.dtype, bound: float):
-    """As the docstring of `communicate` states it, for numbers that are neither too large nor too small."""
+    """The bound of the docstring of `communicate`, for numbers that are neither too large nor too small."""
     model = fpipe.from_functions([lambda p, x: x * p["w"], lambda p, x: x * p["w"]], lambda y, t: y.sum())
     pipeline = fpipe.chain(fpipe.place([0, 1]), fpipe.communicate(cast=dtype))
     x = torch.cat([torch.randn(10**4), torch.linspace(0.001, 60000, 10**4)])
@@ -345,7 +345,7 @@ fpipe.communicate(cast=torch.int8)
 
 
 def test_an_unregistered_class_is_one_leaf():
-    """It goes whole to every microbatch, and a trace does not rely on it."""
+    """Every microbatch gets the object whole, and no trace relies on it."""
 
     class Settings:
         scale = 2.0

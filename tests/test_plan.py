@@ -1,4 +1,4 @@
-"""plan: groups of layers for RoundPipe, as few turns of the largest as can be."""
+"""Plans of RoundPipe group layers such that the largest group takes as few turns as possible."""
 
 from itertools import combinations, product
 from typing import Any
@@ -16,7 +16,7 @@ SECONDS = st.integers(0, 4)
 
 
 def partitions(start: int, end: int) -> list[list[range]]:
-    """All ways to group the layers from `start` to `end`."""
+    """Return all ways to group the layers from `start` to `end`."""
     if start == end:
         return [[]]
     inner_cuts = range(start + 1, end)
@@ -91,7 +91,7 @@ def test_a_plan_takes_the_fewest_turns_of_its_largest_group(costs: Any, ranks: i
     run=st.sampled_from(["fused", "train", "infer"]),
 )
 def test_plans_of_several_models_take_the_fewest_turns(models: list[Any], ranks: int, run: Any):
-    """All plans of both, and of all pairs the one with the fewest turns of the largest group of either."""
+    """The brute force tries all pairs of plans and counts turns of the largest group of either."""
     runs = ["train", "fused"] if run == "fused" else [run, run]
     costs_by_choice: list[list[float]] = [
         [

@@ -1,4 +1,4 @@
-"""Plans of a run: each way is what its program takes and holds, the best first, and the front is what nothing beats."""
+"""Plans of a run: a row has the time and memory of its program, the best comes first, and nothing beats the front."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COSTS = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
 
 
 def plan_run(subject: Any, *params_and_batch: Any, **options: Any) -> fpipe.RunPlan:
-    """A plan by words of the machine, of the candidates and of the rest."""
+    """Call fpipe.plan_run with options of the machine, of the candidates and of the call in one list."""
     machine, candidates = (
         {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
         for kind in (fpipe.Machine, fpipe.Candidates)
@@ -56,7 +56,7 @@ WEIGHED = replace(COSTS, bytes=of_residuals, transfer=0)
 def test_rows_equal_their_simulations_and_nothing_beats_the_front(
     ranks: int, microbatches: list[int], memory: tuple[float, ...] | None
 ):
-    """One memory is of each rank, in rows; several are bytes of ranks in turn."""
+    """One limit counts rows on each rank; several limits are bytes of the ranks in turn."""
     options: Any = {}
     costs, limits = COSTS, [*(memory or (float("inf"),))] * ranks
     if memory is not None and len(memory) > 1:
@@ -121,7 +121,7 @@ def make_model() -> tuple[fpipe.Model, Any, Any]:
 
 
 def test_a_model_is_measured_and_sized_for_each_program():
-    """Chimera adds gradients of replicas up late, and holds more than the sizes of another program would say."""
+    """Chimera adds gradients of replicas late, so it holds more than the sizes of another program say."""
     model, params, batch = make_model()
     options: Any = {"schedules": ["one_f_one_b", "chimera", "roundpipe"], "checkpoint": ["always"]}
     plan = plan_run(
@@ -140,7 +140,7 @@ def test_a_model_is_measured_and_sized_for_each_program():
 
 
 def test_a_model_that_draws_is_planned():
-    """A profile runs dropout, which draws from a key; a plan has no key of its own to be told."""
+    """Profiling runs dropout, which needs a key; a plan has none, so it must supply one."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))
     make_model, params, _ = fpipe.from_sequential(net, stages=1, loss=torch.nn.functional.mse_loss)
     batch = torch.randn(4, 4), torch.randn(4, 4)
@@ -156,7 +156,7 @@ RING = "2 ranks; replicas 4 20KiB/s"
 
 
 def test_shard_policies_multiply_the_candidates():
-    """Each is what `shard` makes of the schedule; on a slow ring "use" takes longer, and it alone fits."""
+    """On a slow ring the policy "use" takes longest, and is the only one that fits the least memory."""
     plan = plan_run(IN_BYTES, cluster=RING, shard=["step", "run", "use"], **ONE_CANDIDATE)
     row_by_gather = {row.gather: row for row in plan}
     assert row_by_gather.keys() == {"step", "run", "use"}
@@ -177,7 +177,7 @@ def test_shard_policies_multiply_the_candidates():
 
 
 def test_unsharded_replicas_are_a_candidate():
-    """They move as much as those that gather once a step, which hold less, but for what these gather."""
+    """Replicas that keep all parameters send as many bytes as replicas that gather once a step, and hold more."""
     row_by_gather = {
         row.gather: row for row in plan_run(IN_BYTES, cluster=RING, shard=["never", "use"], **ONE_CANDIDATE)
     }
@@ -236,7 +236,7 @@ def test_a_cluster_gives_ranks_different_memory_and_speed():
 
 
 def test_typed_parameter_bytes_count_gradients_too():
-    """The text says that gradients are counted; typed bytes counted none, so half of what a rank keeps was missing."""
+    """Used to count no gradients for typed bytes, so half of the memory of a rank was missing."""
     costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").for_library
     plan = plan_run(costs, ranks=2, microbatches=[4], schedules=["one_f_one_b"], checkpoint=["never"])
     assert plan.best.memory == (2e6 + 2e4, 2e6 + 1e4)
@@ -244,7 +244,7 @@ def test_typed_parameter_bytes_count_gradients_too():
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_slices_divide_residuals_and_not_parameters(typed: bool):
-    """Each slice reads all the parameters of its stage; divided by four slices, they hardly weighed on seq1f1b."""
+    """Used to divide the parameters of a stage by the number of slices, though each slice reads all parameters."""
     table = {"res": 1e4, "wres": 1e4, "params": 1e6, **dict.fromkeys(("g", "sum", "y", "dx", "x", "t", "w", "loss"), 0)}
     table |= dict.fromkeys(("carry", "dcarry", "inputs", "target", "outputs", "grads"), 0)
     costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").for_library if typed else replace(COSTS, bytes=table)
@@ -376,7 +376,7 @@ planned(SEQUENTIAL)
 
 @pytest.mark.parametrize("name", ["interleaved", "seq1f1b:slices=2", "one_f_one_b"])
 def test_a_function_of_bytes_plans_like_a_table(name: str):
-    """Of a whole rank both: two chunks held what they should, or twice that, by how the same bytes were said."""
+    """Used to plan two chunks with twice their bytes if a function gave the bytes of a whole rank."""
     names = [*NAMES, "wres", "carry", "dcarry"]
     table = {kind: float(position) for position, kind in enumerate(names, 3)}
     cost_pair = [replace(COSTS, bytes=bytes_option) for bytes_option in (table, lambda value: table[value.name])]

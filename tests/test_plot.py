@@ -1,4 +1,4 @@
-"""Pictures show what happens, when it does: as text, SVG, PNG, a page and a trace."""
+"""Pictures show the ops and transfers at their times: as text, SVG, PNG, a page and a trace."""
 
 import html
 import json
@@ -31,7 +31,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def read_boxes(file: Path) -> tuple[ET.Element, dict[str, tuple[float, float]]]:
-    """An SVG file, and from where to where each box is whose title opens with an op and its rank."""
+    """Return the root of an SVG file, and (x, width) of each box by its title, which names an op and its rank."""
     root = ET.parse(file).getroot()
     span_by_title: dict[str, tuple[float, float]] = {}
     for box in root.iter(f"{SVG}rect"):
@@ -114,7 +114,7 @@ def test_names_are_left_out_where_they_do_not_fit(tmp_path: Path):
 
 
 def test_labels_show_slices_and_copies(tmp_path: Path):
-    """Every slice of microbatch 0 was a 0."""
+    """Used to label every slice of microbatch 0 with 0."""
     sliced = fpipe.schedules.about("seq1f1b").program(3, 2, slices=3)
     labels = read_labels(Path(fpipe.plot(sliced, file=tmp_path / "a.svg")))
     assert {"0.0", "0.1", "1.2"} <= set(labels) or {"0F0.0", "0F0.1", "2F1.2"} <= set(labels)
@@ -127,14 +127,14 @@ def test_labels_show_slices_and_copies(tmp_path: Path):
 
 
 def test_a_row_of_microbatches_without_room_has_one_label(tmp_path: Path):
-    """Of 16 ranks and 64 microbatches, 0 to 9 had labels and 10 to 63 had none; later none had, where 0 to 9 fit."""
+    """Used to label microbatches 0 to 9 alone on 16 ranks, and later none, though 0 to 9 fit."""
     labels = read_labels(Path(fpipe.plot(named_program("one_f_one_b", 16, 64), costs=QUICK, file=tmp_path / "a.svg")))
     assert {"10-15", "10-14"} <= set(labels)
     assert {str(microbatch) for microbatch in range(64)} <= set(labels)
 
 
 def test_a_picture_has_all_arrows_or_none(tmp_path: Path):
-    """They hung on the rank's own ops: between narrow ones they were a grey band."""
+    """Used to draw arrows between narrow ops, where they became a grey band."""
     _, few_arrows = draw_arrows(named_program("one_f_one_b", 4, 8), tmp_path)
     assert len(few_arrows) == 2 * 3 * 8
     _, no_arrows = draw_arrows(named_program("one_f_one_b", 16, 64), tmp_path)
@@ -144,7 +144,7 @@ def test_a_picture_has_all_arrows_or_none(tmp_path: Path):
 
 
 def test_the_legend_explains_lighter_fills_once(tmp_path: Path):
-    """Beside each other, schedules of two, four and six chunks a rank had three entries of the same words."""
+    """Used to repeat the same words for schedules of two, four and six chunks a rank."""
     programs = [named_program(schedule, 4, 8) for schedule in ("hanayo", "zbv", "interleaved", "dualpipe", "gpipe")]
     labels = read_labels(Path(fpipe.plot(*programs, file=tmp_path / "a.svg")))
     lighter = ["first to last chunk of a rank", "first and second direction"]
@@ -166,7 +166,7 @@ def test_the_heading_is_never_cut(tmp_path: Path):
 def draw_arrows(
     program: Program, folder: Path, costs: fpipe.Costs = SLOW, **style: object
 ) -> tuple[ET.Element, list[str]]:
-    """An SVG, and what its transfers say."""
+    """Plot a program; return the root of the SVG and the titles of its transfers."""
     file = fpipe.plot(program, costs=costs, file=folder / "a.svg", style=fpipe.Style(**style))
     root = ET.parse(file).getroot()
     titles = [path.findtext(f"{SVG}title") or "" for path in root.iter(f"{SVG}path")]
@@ -174,7 +174,7 @@ def draw_arrows(
 
 
 def draw_labels(folder: Path, costs: fpipe.Costs = SLOW, **style: object) -> list[str]:
-    """The words of a picture, after its titles."""
+    """Plot 1F1B; return the titles of the SVG, then its texts."""
     root, _ = draw_arrows(ONE_F_ONE_B, folder, costs, **style)
     return [node.text or "" for kind in ("title", "text") for node in root.iter(f"{SVG}{kind}")]
 
@@ -192,7 +192,7 @@ def test_a_picture_has_the_requested_size_on_paper(tmp_path: Path):
 
 
 def test_three_schedules_with_their_memory_are_no_higher_than_a_column(tmp_path: Path):
-    """Rows on paper are as low as their text allows, which is the size it was; no rule goes through words."""
+    """Rows on paper are as low as their unchanged text allows, and no rule crosses a text."""
     three = [named_program(name, 3, 4) for name in ("one_f_one_b", "zb_h1", "gpipe")]
     file = fpipe.plot(*three, names=["a", "b", "c"], style=fpipe.Style(width_mm=84, font_pt=7), file=tmp_path / "a.svg")
     root = ET.parse(file).getroot()
@@ -206,7 +206,7 @@ def test_three_schedules_with_their_memory_are_no_higher_than_a_column(tmp_path:
 
 
 def test_a_pdf_embeds_its_fonts_as_truetype(tmp_path: Path):
-    """Journals refuse Type 3, which is what matplotlib embeds unless it is told."""
+    """Journals refuse Type 3 fonts, which matplotlib embeds by default."""
     pdf = Path(fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.pdf")).read_bytes()
     assert b"/Type3" not in pdf
     assert b"/CIDFontType2" in pdf
@@ -238,7 +238,7 @@ def test_each_part_can_be_left_out(switch: str, label: str, tmp_path: Path):
 
 @pytest.mark.parametrize("costs", [SLOW, fpipe.Costs(send=0.5, receive=0.5)], ids=["transfers", "sends"])
 def test_the_critical_path_is_outlined(costs: fpipe.Costs, tmp_path: Path):
-    """A SEND that the program has not takes its rank's time, and has no lane of its own: it was a KeyError."""
+    """Used to raise KeyError: a SEND that costs add to a program takes rank time and has no lane."""
     path = fpipe.simulate(ONE_F_ONE_B, costs).critical_path
     ops = [f"{step.activity.cell} is on the critical path" for step in path if isinstance(step.activity, fpipe.Op)]
     labels = draw_labels(tmp_path, costs, critical_path=True)
@@ -248,7 +248,7 @@ def test_the_critical_path_is_outlined(costs: fpipe.Costs, tmp_path: Path):
 
 
 def test_narrow_ops_of_the_critical_path_keep_their_colours(tmp_path: Path):
-    """Frames of two pixels left nothing of ops that are four wide."""
+    """Used to outline ops by two pixels, which covered ops four pixels wide."""
     style = fpipe.Style(width_mm=84, font_pt=7, critical_path=True)
     root, boxes = read_boxes(Path(fpipe.plot(named_program("zbv", 4, 8), style=style, file=tmp_path / "a.svg")))
     narrowest = min(width for _, width in boxes.values())

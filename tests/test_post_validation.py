@@ -1,4 +1,4 @@
-"""Updates that do not wait for the norm that clips them: the bits of those that do, and often a shorter time."""
+"""Updates that start before the norm that clips them is known: the same bits, and often a shorter time."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_steps_rewrite_transfers_and_frees(transform: Any):
 
 
 def compare_on_two_ranks(rank: int, case: str) -> tuple[list[bool], list[str]]:
-    """Which norms were valid, and the names of this rank's parameters and state that differ from a plain loop."""
+    """Return which norms were valid, and the names of local params and state that differ from a plain loop."""
     net, step_batches, clip = net_of(), batches(3), NORMS[case]
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
     program = validated_program(model, fpipe.schedules.zb_h2(2), fpipe.steps(3), clip=clip)

@@ -1,4 +1,4 @@
-"""An update happens on all ranks or on none, and all begin with the same parameters and take the same numbers."""
+"""An update happens on all ranks or on none; all ranks start with equal parameters and take equal rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.test_update import updating_program
 
 
 def start_from_changed_leaf(rank: int, kind: str) -> list[str]:
-    """What a process is told that starts from another parameter, or from another state of its optimizer."""
+    """Step on four processes after one process changed a parameter or a leaf of its optimizer state."""
     mesh, replica, stage = meshed()
     net = blocks(2)
     net[1][0].bias.requires_grad_(False)
@@ -38,19 +38,19 @@ LEAVES = {"params": "['1.0.weight']", "opt": "['1.0.weight']['exp_avg']", "froze
 
 @pytest.mark.parametrize("kind", LEAVES)
 def test_replicas_that_start_from_different_values_are_refused(four: Processes, kind: str):
-    """They trained apart: torch's DistributedDataParallel sends those of the first to all."""
+    """Used to train replicas that differ. DistributedDataParallel broadcasts the first replica instead."""
     for (message,) in four.run(start_from_changed_leaf, kind):
         assert f"replica 1: rank 1 differs from replica 0: rank 1 in its {kind}[1]{LEAVES[kind]}: float32[8" in message
         assert "Replicas start from the same numbers" in message
 
 
 def test_shards_may_differ_between_replicas(four: Processes):
-    """Each replica has others; their sum over a step is the same, whatever they are."""
+    """The gradients of replicas are added up, however their shards differ."""
     assert four.run(start_from_changed_leaf, "shards") == [["worked"]] * 4
 
 
 def start_from_changed_copy(rank: int) -> str:
-    """Under DualPipe each stage is on both ranks."""
+    """Step under DualPipe, which has each stage on both ranks, with copies that differ."""
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
     program = updating_program(model, fpipe.schedules.dualpipe(2), "SGD")
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows(8)))
@@ -66,7 +66,7 @@ def test_copies_of_a_stage_that_differ_are_refused(pair: Processes):
 
 
 def step_with_changed_numbers(rank: int, shape: tuple[int, int], kind: str) -> list[str]:
-    """A scheduler that one process alone steps: its numbers are others in the third step."""
+    """Step four times, with another rate, decay or scale on one process in the third step."""
     mesh = meshed(("dp", "pp"), shape)[0]
     stages = shape[1]
     model, params, _ = fpipe.from_sequential(blocks(stages), stages=stages, loss=MSE)
@@ -94,7 +94,7 @@ MESSAGES = {
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_rates_that_differ_on_one_rank_are_refused_on_all(pair: Processes, shape: tuple[int, int], kind: str):
-    """ReduceLROnPlateau on one rank: replicas were .043 apart after three steps."""
+    """Used to let replicas drift .043 apart in three steps with ReduceLROnPlateau on one rank."""
     for outcomes in pair.run(step_with_changed_numbers, shape, kind):
         assert outcomes[:2] == ["worked"] * 2
         assert MESSAGES[kind] in outcomes[2]
@@ -102,7 +102,7 @@ def test_rates_that_differ_on_one_rank_are_refused_on_all(pair: Processes, shape
 
 
 def fail_one_update(rank: int, failing_rank: int, donate: bool) -> list[Any]:
-    """An UPDATE that raises on one rank, when others may be done with theirs."""
+    """Step with an UPDATE that raises on one rank, while other ranks may have finished theirs."""
 
     def rule(param: Tensor, grad: Tensor, state: Any, lr: float) -> Any:
         if lr > 1 and rank == failing_rank:
@@ -132,7 +132,7 @@ def fail_one_update(rank: int, failing_rank: int, donate: bool) -> list[Any]:
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("failing_rank", [0, 2])
 def test_an_update_that_fails_on_one_rank_happens_on_none(trio: Processes, failing_rank: int, donate: bool):
-    """The last ranks were a step ahead of the first, with a result in hand."""
+    """Used to leave the last ranks a step ahead of the first, with a result."""
     for rank, (result_count, message, is_unchanged) in enumerate(trio.run(fail_one_update, failing_rank, donate)):
         assert result_count == 0
         assert message.startswith(
@@ -143,7 +143,7 @@ def test_an_update_that_fails_on_one_rank_happens_on_none(trio: Processes, faili
 
 
 def compare_step_grads(rank: int) -> list[bool]:
-    """Gradients beside updates, in two training steps of one program."""
+    """Compare gradients and parameters of a program of two training steps with the local runtime."""
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
     transforms = fpipe.split(2), fpipe.merge(outputs=False), fpipe.update("SGD", grads=True)
     program = fpipe.chain(*transforms, fpipe.schedules.one_f_one_b(2), fpipe.steps(2))(fpipe.program(model))
@@ -170,7 +170,7 @@ def test_several_steps_return_gradients_and_updates(pair: Processes):
 
 
 def fail_one_result(rank: int, failing_rank: int) -> str:
-    """A rank whose ops are done, and which cannot put its results together."""
+    """Step with a rank that finishes its ops and then fails to build its results."""
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
     program = updating_program(model, fpipe.schedules.one_f_one_b(2), "SGD")
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows(8)))
@@ -185,7 +185,7 @@ def fail_one_result(rank: int, failing_rank: int) -> str:
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_rank_that_cannot_build_its_results_stops_all(pair: Processes, failing_rank: int):
-    """The others had theirs, and heard of it in the next step, as of something outside of ops."""
+    """Used to fail on the remaining ranks one step later, as a fault outside of ops."""
     outcomes = pair.run(fail_one_result, failing_rank)
     assert outcomes[failing_rank] == "ZeroDivisionError: division by zero"
     assert outcomes[1 - failing_rank].startswith(

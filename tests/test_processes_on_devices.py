@@ -1,4 +1,4 @@
-"""Ranks in processes, each on a GPU, over NCCL: the bits of plain autograd.
+"""Ranks in processes, each on a GPU, give the bits of plain autograd over NCCL.
 
 NCCL refuses two ranks of one host on one GPU. Told that they are on two hosts, they meet on one GPU over sockets.
 """
@@ -27,7 +27,7 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no C
 
 
 def join(rank: int, file: str, size: int = 2) -> None:
-    """This process's group is one of NCCL from now on."""
+    """Replace the process group of this process by one of NCCL."""
     dist.destroy_process_group()
     if torch.cuda.device_count() < size:
         os.environ.update(NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo")
@@ -42,7 +42,7 @@ def join(rank: int, file: str, size: int = 2) -> None:
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., list[Any]]]:
-    """Calls a function in each of two processes, with its rank, its device and so on."""
+    """Return a function that calls its argument in each of two processes, with rank and device."""
     with Processes(2) as pair:
         if request.param == "cuda":
             pair.run(join, Path(tmp_path_factory.mktemp("nccl"), "group").as_uri())
@@ -50,7 +50,7 @@ def ranks(
 
 
 def net_and_batch(kind: str, stages: int) -> tuple[nn.Sequential, list[Tensor]]:
-    """On a GPU so wide that the host is far ahead of it: what does not wait reads too early."""
+    """Return a net and a batch, so wide on a GPU that the host runs far ahead: a missing wait reads too early."""
     torch.manual_seed(0)
     width = 8 if kind == "cpu" else 1024
     net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(stages)))
@@ -71,7 +71,7 @@ def has_equal_bits(actual: Any, expected: Any) -> bool:
 
 
 def train_by_sgd(rank: int, kind: str, schedule: str, stages: int, record: bool = False) -> bool:
-    """Steps on the parameters that the gradients before have made."""
+    """Compare steps that each train on the gradients of the step before."""
     net, batch = net_and_batch(kind, stages)
     twin = copy.deepcopy(net)
     model, params, _ = fpipe.from_sequential(net, stages=stages, loss=squares)
@@ -96,7 +96,7 @@ def train_by_sgd(rank: int, kind: str, schedule: str, stages: int, record: bool 
 
 
 def train_by_update(rank: int, kind: str) -> bool:
-    """An optimizer in the program, in place, whose norm both ranks add up."""
+    """Compare steps with an in-place optimizer whose norm both ranks add up."""
     net, batch = net_and_batch(kind, 2)
     twin = copy.deepcopy(net)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
@@ -114,7 +114,7 @@ def train_by_update(rank: int, kind: str) -> bool:
 
 
 def refuse_missing_params(rank: int, kind: str) -> bool:
-    """What rank 0 lacks ends the run on both."""
+    """Check that both ranks end if rank 0 lacks parameters."""
     net, batch = net_and_batch(kind, 2)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
     pipeline = fpipe.chain(fpipe.split(PARTS), fpipe.schedules.one_f_one_b(2), fpipe.merge())
@@ -135,7 +135,7 @@ def layer(params: Any, x: Tensor) -> Tensor:
 
 
 def train_experts(rank: int, kind: str, record: bool = False) -> bool:
-    """Rows go from process to process between the layers of one rank: those of one net, dealt out."""
+    """Exchange rows between the layers of two processes, and compare with one net on all rows."""
     torch.manual_seed(0)
     width = 8 if kind == "cpu" else 512
     weights = [torch.randn(2, width, width, device=kind) / width**0.5 for _ in range(2)]
@@ -166,12 +166,12 @@ def train_experts(rank: int, kind: str, record: bool = False) -> bool:
 
 
 def _all_to_all(rows: Tensor) -> list[Tensor]:
-    """Of each sender's two halves, the receiver's."""
+    """Return for each receiver its half of the rows of every sender."""
     return [torch.cat([sender.chunk(2)[receiver] for sender in rows]) for receiver in range(2)]
 
 
 def by_replicas(net: nn.Module, batch: list[Tensor]) -> list[Tensor]:
-    """The gradients of two replicas, each of two microbatches, added up."""
+    """Return the summed gradients of two replicas, each of two microbatches."""
     halves = list[list[Tensor]]()
     for x, target in zip(*(tensor.chunk(2) for tensor in batch), strict=True):
         net.zero_grad()
@@ -182,7 +182,7 @@ def by_replicas(net: nn.Module, batch: list[Tensor]) -> list[Tensor]:
 
 
 def train_replicas(rank: int, kind: str) -> bool:
-    """Two replicas of one rank; test_devices.py has those that share parameters out."""
+    """Compare two replicas of one rank; test_devices.py has replicas that shard parameters."""
     net, batch = net_and_batch(kind, 2)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(1), fpipe.merge(outputs=False))(fpipe.program(model))

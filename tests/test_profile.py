@@ -1,4 +1,4 @@
-"""profile: seconds and bytes measured, and nothing left changed; estimate: operations as torch counts them."""
+"""`profile` measures seconds and bytes and changes nothing; `estimate` counts operations as torch does."""
 
 import time
 from typing import Any
@@ -116,7 +116,7 @@ def test_invalid_repeats_are_refused(repeats: Any):
 
 @torch.library.custom_op("fpipe_tests::nap", mutates_args=())
 def nap(x: Tensor, seconds: float) -> Tensor:
-    """An op that takes the time it is told, however busy the machine is."""
+    """Sleep for some seconds, so that the time of the op does not depend on the machine."""
     time.sleep(seconds)
     return x.clone()
 
@@ -158,7 +158,6 @@ COSTS = fpipe.Costs([1, 2, 3, 1], [3, 1, 2, 2], [1, 4, 1, 2], transfer=0.5, send
 
 @pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_zb", "zbv", "gpipe"])
 def test_op_seconds_of_a_simulation_are_its_costs(schedule: str):
-    """The costs of a simulated timeline are those that it was simulated with."""
     program = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(2), fpipe.merge())(fpipe.program(4))
     timeline = fpipe.simulate(fpipe.communicate()(program), COSTS)
     expected = {op.cell: COSTS.seconds(op) for op in program.ops if op.kind in "FBIW"}
@@ -167,8 +166,8 @@ def test_op_seconds_of_a_simulation_are_its_costs(schedule: str):
 
 
 def test_op_seconds_exclude_the_waits_of_receives():
-    """1F0 keeps its rank for 3 s, the SPLIT behind it and half a second until 1F1 begins, not while RECV waits; what
-    SENDs take is not 0F0's time, nor 0F1's."""
+    """1F0 counts 3 s, the SPLIT after it and half a second until 1F1, but not the wait of RECV. The time of SENDs
+    counts for neither 0F0 nor 0F1."""
     program = fpipe.communicate()(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(2)))
     ops = {op.cell if op.kind in "FB" else str(op.writes[0]): op for op in program.ops}
     rows = [("0F0", 0, 2), ("y[0,0]>1", 2, 3), ("0F1", 3, 8.5), ("y[0,1]>1", 8.5, 9)]
@@ -197,7 +196,7 @@ NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def count_by_torch(net: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Operations of a forward and of a backward of a net on meta, where attention has no kernel of its own."""
+    """Count the operations of a forward and a backward on meta, where attention has no fused kernel."""
     with FlopCounterMode(display=False) as forward:
         y = net(x)
     with FlopCounterMode(display=False) as backward:

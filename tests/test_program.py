@@ -1,4 +1,4 @@
-"""The language is a value: it prints, parses, compares, and cannot be changed."""
+"""A program is a value: it prints, parses, compares, and is immutable."""
 
 import csv
 import dataclasses
@@ -73,7 +73,7 @@ def test_idle_cells_are_left_out(idle):
 
 
 def test_a_pickle_names_five_stable_classes():
-    """docs/stability.md: what one release of 0.x has pickled is read by all later ones."""
+    """docs/stability.md promises that later releases read the pickles of any 0.x release."""
     global_names = set[str]()
 
     class Names(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""One rule for purity: a call writes only memory that it made or was handed as state, and leaves nothing behind."""
+"""A call is pure if it writes only memory that it made or that was passed as state, and leaves nothing behind."""
 
 import copy
 import functools
@@ -73,7 +73,7 @@ def test_a_write_to_foreign_memory_is_refused_before_it_happens(name: str):
 
 
 class Holder(nn.Module):
-    """A layer with a tensor that is neither a parameter nor a buffer, and something that it does with it."""
+    """A layer with a plain attribute, and a function that uses it."""
 
     def __init__(self, does: Callable[[Any, Tensor], Tensor], held_value: Any) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ STATE: dict[str, Callable[[], Holder]] = {
 @pytest.mark.parametrize("run", ["traced", "by autograd", "reference"])
 @pytest.mark.parametrize("name", STATE)
 def test_state_in_a_plain_attribute_is_refused(name: str, run: str):
-    """A trace held on to what the first step by hand had left there, for good: other numbers, without a word."""
+    """Used to bake the value of the first eager step into the trace, and to compute other numbers silently."""
     net = nn.Sequential(STATE[name](), nn.Linear(8, 8))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     step = fpipe.build(PROGRAM(fpipe.program(model)), model, trace=run == "traced")
@@ -174,7 +174,7 @@ def tally_calls(module: Any, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("make", [lambda: Holder(count_calls, 0), lambda: Holder(tally_calls, {})])
 def test_a_traced_module_runs_its_python_once(make: Callable[[], Holder]):
-    """As under `jax.jit`: its Python runs once, when it is traced, and leaves the module as it was."""
+    """As under `jax.jit`, Python runs once, at the trace, and its side effects are undone."""
     net = nn.Sequential(make(), nn.Linear(8, 8))
     memo_before = copy.copy(net[0].held)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
@@ -187,7 +187,7 @@ def test_a_traced_module_runs_its_python_once(make: Callable[[], Holder]):
 
 
 def caching_module(find: Callable[[Any], Tensor]) -> nn.Module:
-    """Keeps its tables somewhere."""
+    """Return a module that may cache tables in a dict or a list."""
     return Toy(lambda module, x: module.layer(x) + find(module), layer=nn.Linear(8, 8), tables={}, rows=[])
 
 
@@ -218,8 +218,7 @@ READINGS: dict[str, Callable[..., Any]] = {
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("reading", READINGS)
 def test_a_leaked_fake_tensor_is_an_error(reading: str):
-    """The steps that came after `sizes`, and the net itself, made tensors without data. A step comes first on real
-    data, so that what is cached is real."""
+    """Used to leave tensors without data in the net after `sizes`. A real step first caches a real tensor."""
     cached_arange.cache_clear()
     net = nn.Sequential(caching_module(lambda module: cached_arange(8)))
     model, params, _ = fpipe.from_sequential(net, stages=1, loss=MSE)
@@ -245,7 +244,7 @@ def test_a_trace_removes_what_a_module_cached(find: Callable[[Any], Tensor]):
 
 
 def test_a_hook_that_stores_outputs_is_refused_by_a_trace():
-    """A list of outputs, as people keep to look at: the trace's would be among them."""
+    """A list of outputs, kept to be looked at, would get the tensors of the trace."""
     outputs = list[Tensor]()
     layer = nn.Linear(8, 8)
     layer.register_forward_hook(lambda module, args, y: outputs.append(y.detach()))

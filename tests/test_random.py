@@ -1,4 +1,4 @@
-"""Random numbers follow from the key: the same bits under every schedule, policy and runtime; torch's own stay."""
+"""Random numbers follow from the key under every schedule, policy and runtime; torch's generator is left alone."""
 
 import contextlib
 import copy
@@ -32,14 +32,14 @@ def test_dropout_draws_if_it_moves_the_generator(kind: str, p: float, training: 
 
 
 def draw_by_functions(module: Any, x: Tensor) -> Tensor:
-    """Everything that torch draws by a function."""
+    """Draw by every function of torch that draws."""
     x = x + torch.rand(x.shape[-1]) * torch.randn_like(x) + torch.rand_like(x) + torch.randint(3, x.shape)
     x = x * torch.bernoulli(torch.sigmoid(x.detach())) + torch.empty_like(x).exponential_() + torch.normal(x.detach())
     return F.gumbel_softmax(x, dim=-1) + x[:, torch.randperm(x.shape[1])]
 
 
 def draw_without_reading(module: Any, x: Tensor) -> Tensor:
-    """Numbers that nobody reads are drawn all the same, else those after them would be others."""
+    """Draw numbers that nobody reads: they still advance the generator for the next draws."""
     torch.rand(5)
     F.dropout(x, 0.3)
     torch.empty(3).normal_()
@@ -83,7 +83,7 @@ def make_case(name: str) -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
 
 
 def seeded_grads(net: nn.Sequential, model: fpipe.Model, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Plain autograd, seeded for each stage and microbatch as `fold_in` says."""
+    """Return the gradients of plain autograd, seeded for each stage and microbatch as `fold_in` does."""
     net = copy.deepcopy(net)
     for index, (x, t) in enumerate(zip(*(tensor.tensor_split(4) for tensor in batch), strict=True)):
         y, children = x, iter(net)
@@ -97,7 +97,7 @@ def seeded_grads(net: nn.Sequential, model: fpipe.Model, batch: tuple[Tensor, Te
 
 @functools.cache
 def cut_case(name: str) -> tuple[fpipe.Model, Any, Any, Any, dict[str, Tensor]]:
-    """A net cut, with the gradients by hand: the same under every policy, and so are the traces."""
+    """Return a net in stages with its expected gradients, shared by all policies."""
     net, batch = make_case(name)
     model, params, state = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
     return model, params, state, batch, seeded_grads(net, model, batch)
@@ -122,7 +122,7 @@ def test_the_draws_of_a_stage_follow_from_the_key(name: str, policy: str, trace:
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_dropout_drops_the_same_numbers_in_the_gradient(trace: bool):
-    """Behaviour 5: the zeros of y are the zeros of the gradient of x, under every policy."""
+    """The zeros of y are the zeros of the gradient of x, under every policy."""
     net = nn.Sequential(nn.Identity(), *(nn.Dropout(0.001) for _ in range(100)))
     model, params, _ = fpipe.from_sequential(net, sizes=[51, 50], loss=lambda y, t: (y * t).sum(), reduction="sum")
     batch = torch.ones(200, 50), torch.ones(200, 50)
@@ -183,7 +183,7 @@ def test_a_recompute_repeats_the_draws_of_a_stage_and_its_loss(name: str):
 
 
 def draw_from_key(p: dict[str, Tensor], x: Tensor, *, key: int) -> Tensor:
-    """Numbers that follow from the key in ways of its own, and the stage's own between."""
+    """Draw from generators that the stage derives from the key, and from torch's own in between."""
     generator = torch.Generator().manual_seed(fpipe.fold_in(key, 3, 5))
     y = F.dropout(x @ p["w"] * torch.rand(x.shape, generator=generator)) + torch.randn(4, generator=generator)
     return y * random.Random(key).random() * (2 if key % 2 else 3)
@@ -196,7 +196,7 @@ def stages_and_batch(stage: Any) -> tuple[fpipe.Model, Any, Any]:
 
 
 def autograd_step(stage: Any, params: Any, batch: Any, key: int) -> tuple[Tensor, list[Tensor]]:
-    """Plain autograd on three microbatches, torch seeded for each stage, which is handed that seed as its key."""
+    """Return loss and gradients of plain autograd over three microbatches, seeded by the key of each stage."""
     stage_leaves = [{"w": stage["w"].detach().requires_grad_()} for stage in params]
     total = torch.tensor(0.0)
     for index, (x, t) in enumerate(zip(*(tensor.tensor_split(3) for tensor in batch), strict=True)):
@@ -211,7 +211,7 @@ def autograd_step(stage: Any, params: Any, batch: Any, key: int) -> tuple[Tensor
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_function_may_ask_for_its_key(policy: str):
-    """It runs under autograd. Its third step once had lost the key."""
+    """Used to lose the key in the third step. Such a stage runs under autograd."""
     model, params, batch = stages_and_batch(draw_from_key)
     program, keys = merged(model, 3, *POLICIES[policy], fpipe.schedules.one_f_one_b(2)), (KEY, KEY, 8, -3)
     step = fpipe.build(program, model)
@@ -258,8 +258,8 @@ SEEDS: dict[str, tuple[Callable[[], Tensor], str]] = {
 @pytest.mark.parametrize("outside", [3, 5])
 @pytest.mark.parametrize(("draw", "reason"), SEEDS.values(), ids=SEEDS.keys())
 def test_a_stage_that_seeds_torch_itself_is_not_traced(draw: Any, reason: str, outside: int):
-    """Its trace drew from the key where the stage draws what follows from its own seed, without a word, and torch's
-    generator stayed seeded by it. After a fork it went on where the stage draws the same once more."""
+    """Used to draw from the key in the trace, where the stage draws from a seed it sets. torch's generator then stayed
+    seeded, or went on after a fork where the stage repeats its draws."""
 
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return F.dropout(x @ p["w"] * draw(), 0.5)
@@ -284,7 +284,7 @@ def test_a_stage_that_seeds_torch_itself_is_not_traced(draw: Any, reason: str, o
     ids=["late draw", "strides asked"],
 )
 def test_a_stage_that_leaves_the_generator_unchanged_is_traced(transform: Any):
-    """A fork before anything was drawn, and the fork in which the tracer itself asked an op for its strides."""
+    """One stage forks before any draw; for the second stage, the tracer forks to ask an op for its strides."""
     model, params, batch = stages_and_batch(lambda p, x: transform(x @ p["w"]))
     result = fpipe.build(merged(model, 3, fpipe.checkpoint()), model)(params, batch, key=KEY)
     assert_autograd_bits([result], lambda p, x, key: transform(x @ p["w"]), params, batch, (KEY,))
@@ -305,7 +305,7 @@ def test_without_a_key_the_module_that_draws_is_named():
 
 
 def test_rrelu_of_transposed_data_keeps_the_masks_behind_it():
-    """As a function it writes another order in memory than torch does, so the dropout behind it drew other masks."""
+    """Used to draw other masks in the next dropout, since the functional rrelu writes another memory order."""
 
     def turned(p: Any, x: Tensor) -> Tensor:
         return (x.T @ p["w"]).T
@@ -322,7 +322,7 @@ def test_rrelu_of_transposed_data_keeps_the_masks_behind_it():
 
 
 def test_an_unexpected_draw_mentions_other_threads():
-    """A thread that loads data draws from torch's one generator too: a stage that draws nothing was told to."""
+    """Used to accuse a stage of drawing if a thread that loads data drew from torch's generator."""
     drawn, called, finished = threading.Event(), threading.Event(), threading.Event()
 
     def waits(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -347,7 +347,7 @@ def test_an_unexpected_draw_mentions_other_threads():
 
 
 def test_a_trace_keeps_the_draws_of_another_thread():
-    """Torch's generator was put back after a trace, and with it what others had drawn meanwhile."""
+    """Used to restore torch's generator after a trace, and so to undo the draws of other threads."""
     drawn: list[Tensor] = []
 
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -366,7 +366,7 @@ def test_a_trace_keeps_the_draws_of_another_thread():
 
 
 def test_a_key_repeated_in_two_steps_warns_once():
-    """A key that was handed in once for all dropped the same units in every step, and nobody said so."""
+    """Used to drop the same units in every step if the key never changed, without a warning."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))

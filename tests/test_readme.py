@@ -23,7 +23,7 @@ FRACTION = re.compile(r"\d+\.\d+")
 
 
 def assert_prints(page: Path, block: re.Match[str], printed: str) -> None:
-    """Compare what a block prints with what the page shows below it."""
+    """Compare the output of a block with the text below it on the page."""
     expected = block["output"]
     if expected is not None and page.name in BFLOAT16_PAGES:
         numbers = [[float(number) for number in FRACTION.findall(text)] for text in (printed, expected)]

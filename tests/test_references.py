@@ -1,4 +1,4 @@
-"""Never longer than the orders of other generators: each row of the data file is one of theirs, told the costs."""
+"""No schedule is longer than the orders of other generators, which the data file lists by size and costs."""
 
 import json
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""Every refusal is reached by somebody: those that no test of their own subject quotes."""
+"""Refusals that no other test file quotes."""
 
 import re
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def first_op(program: Program, kind: str) -> Op:
 
 
 def also_out(program: Program, value: Value) -> Program:
-    """The program with one more result."""
+    """Return the program with one more output."""
     end = program.outputs[0]
     return Program(
         program.inputs,
@@ -48,7 +48,7 @@ MODEL = fpipe.from_functions([linear], nn.functional.mse_loss)
 
 
 class Incomparable:
-    """Nobody can tell whether two of them are one."""
+    """A value that can be neither hashed nor compared."""
 
     __hash__ = None
 
@@ -76,7 +76,7 @@ CHANGING: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_stage_whose_output_depends_on_data_loses_its_trace(name: str):
-    """What the first step saw of it does not hold for the next."""
+    """The shapes that the first step observed may not hold in the next one."""
     stage, reason = CHANGING[name]
     model = fpipe.from_functions([stage, lambda p, x: x[0] * p["w"][0, 0]], lambda y, target: y.square().sum())
     params = (EYE, EYE)

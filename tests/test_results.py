@@ -1,4 +1,4 @@
-"""What a step hands back, and what it leaves alone: results share memory with nothing, and nothing is silently zero."""
+"""Results of a step share memory with nothing, and no gradient is zero silently."""
 
 import copy
 import dataclasses
@@ -38,7 +38,8 @@ def batch(rows: int = 7) -> tuple[Tensor, Tensor]:
 
 
 def test_gradients_share_no_memory():
-    """The cotangent of `x + p` is p's gradient, so two leaves were one tensor, and clipping one scaled both."""
+    """Used to return one tensor for two leaves, since the cotangent of `x + p` is the gradient of p; clipping scaled
+    both."""
     model = fpipe.from_functions(
         [lambda p, x: x * 0 + p["b"], lambda p, x: x + p["c"]], lambda y, t: (y * t).sum(), reduction="sum"
     )
@@ -85,7 +86,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in jvp
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_of_torch_around_a_step_is_refused(name: str):
-    """grad gave zeros, the others words of torch's own."""
+    """Used to give zeros under grad, and torch's own errors under vmap and jvp."""
     model, stage_params, rows = two_stages(), params(), batch()
     step = fpipe.build(fpipe.program(model), model)
     step(stage_params, rows)
@@ -151,7 +152,7 @@ def test_the_state_of_stages_that_do_not_use_it_is_returned():
 
 @pytest.mark.parametrize("merge", [fpipe.merge(losses=True), fpipe.identity()], ids=["merged", "not merged"])
 def test_the_repl_shows_a_result_on_a_few_lines(merge: Any):
-    """All numbers of all gradients: 4,000 characters for this one."""
+    """Used to print all numbers of all gradients: 4,000 characters for this result."""
     halves = fpipe.chain(fpipe.split(64), fpipe.schedules.one_f_one_b(2), merge)(
         fpipe.program(two_stages(), input_grads=True)
     )
@@ -168,7 +169,7 @@ def test_a_result_on_meta_prints_its_shapes():
 
 
 class WithSpare(nn.Module):
-    """A layer with a parameter that nobody reads."""
+    """A layer with a parameter that no forward reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ def spare_net() -> nn.Sequential:
 
 
 def train_by_hand(net: nn.Sequential, full_batch: tuple[Tensor, Tensor], steps: int = 3) -> dict[str, Tensor]:
-    """Parameters after some steps of a plain loop with an optimizer that decays what has a gradient."""
+    """Return the parameters after a few steps of a plain loop with an optimizer that decays."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5, foreach=False)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -212,7 +213,7 @@ DOORS: dict[str, Callable[[nn.Sequential], Any]] = {
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, None], ids=repr)
 @pytest.mark.parametrize("door", DOORS)
 def test_an_unread_parameter_has_no_gradient_and_does_not_decay(door: str, options: dict[str, Any] | None):
-    """It had one of zeros, by which AdamW decayed the last layers of vision towers."""
+    """Used to have a gradient of zeros, by which AdamW decayed the last layers of vision towers."""
     net, full_batch = spare_net(), batch(8)
     expected = train_by_hand(copy.deepcopy(net), full_batch)
     model, stages, _ = DOORS[door](net)
@@ -256,7 +257,7 @@ def test_verify_notes_zeros_where_autograd_has_no_gradient():
 
 
 def compare_trained_params(rank: int, kind: str) -> list[Any]:
-    """Parameters of this process after a step of AdamW on its gradients, beside those of a plain loop."""
+    """Return the names of local parameters that differ from a plain loop after a step of AdamW."""
     net, full_batch = spare_net(), batch(8)
     expected = train_by_hand(copy.deepcopy(net), full_batch, steps=1)
     model, stages, _ = DOORS["sequential"](net)
@@ -288,7 +289,7 @@ def test_an_unread_parameter_has_no_gradient_in_processes(pair: Processes, kind:
 
 
 class Routed(nn.Module):
-    """Three experts for the rows whose first number says so: sizes depend on data, so the stage is not traced."""
+    """Three experts for the rows whose first number selects them: sizes depend on data, so the stage is not traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +308,8 @@ class Routed(nn.Module):
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_experts_that_no_row_reaches_do_not_decay(clip: float | None, donate: bool):
-    """Stages without a trace had zeros for them in all but the first step, and AdamW decays a parameter with zeros."""
+    """Used to give zeros from the second step on for stages without a trace, and AdamW decays a parameter with
+    zeros."""
     torch.manual_seed(0)
     net = nn.Sequential(Routed(), nn.Linear(4, 4))
     expected_net = copy.deepcopy(net)

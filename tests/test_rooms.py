@@ -1,4 +1,4 @@
-"""The package is a house: imports point down, and nothing on the way up shadows a public name."""
+"""The folders of the package import each other in one direction, and no module shadows a public name."""
 
 import ast
 import graphlib
@@ -92,13 +92,13 @@ FILES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def room(module: str) -> str:
-    """The folder that a module is in: `fpipe.runtimes.lowering.lower` is in `runtimes/lowering`."""
+    """Return the folder of a module: `fpipe.runtimes.lowering.lower` is in `runtimes/lowering`."""
     return "/".join(FILES[module].relative_to(PACKAGE).parts[:-1]) or "root"
 
 
 @cache
 def statements(file: Path) -> tuple[ast.AST, ...]:
-    """All of a file's, those inside others too, without their expressions."""
+    """Return all statements of a file, nested ones too, without their expressions."""
     nodes: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
     for node in nodes:  # as it grows
         for field in ("body", "orelse", "finalbody", "handlers", "cases"):
@@ -108,8 +108,8 @@ def statements(file: Path) -> tuple[ast.AST, ...]:
 
 @cache
 def imports(module: str) -> set[str]:
-    """Every import of a file, inside functions too, by its absolute name. `from fpipe import tree` is an import of
-    fpipe.tree, not of all of fpipe."""
+    """Return the absolute names that a file imports, inside functions too. `from fpipe import tree` counts as
+    fpipe.tree, not as fpipe."""
     file, imported = FILES[module], set[str]()
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
     for node in statements(file):
@@ -124,7 +124,7 @@ def imports(module: str) -> set[str]:
 
 
 def inner_imports(module: str) -> set[str]:
-    """The imports of our own modules, but for the one that points up."""
+    """Return the imports within fpipe, except the one that points up."""
     return {name for name in imports(module) if name.split(".")[0] == "fpipe" and (module, name) != UPWARD}
 
 
@@ -139,7 +139,7 @@ def reachable(module: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def test_the_root_has_at_most_thirteen_files():
-    """The language and what it is made of, the model and its step, pytrees, and two doors."""
+    """The root has the language, the model and its step, pytrees, and two doors."""
     assert len([*PACKAGE.glob("*.py")]) <= 13
 
 
@@ -194,7 +194,7 @@ def test_storeys_import_only_themselves_and_those_below():
 
 
 def test_the_core_is_read_in_an_evening():
-    """The page lists files of the core, and no more lines than one reads in an evening."""
+    """The page lists files of the core only, at most 6,000 lines."""
     page = (ROOT / "docs/reading.md").read_text(encoding="utf-8")
     files = re.findall(r"^\| `(fpipe/\S+\.py)` \|", page, re.MULTILINE)
     assert len(files) == len({*files}) >= 20
@@ -232,7 +232,7 @@ def test_only_tree_imports_optree():
 
 
 def test_private_names_of_torch_are_in_one_room():
-    """The engine's are in one room, the core's in one file. Torch alone knows its containers."""
+    """The engine uses them in torch_private, the core in torch_internals; fpipe.tree registers containers of torch."""
     private_names = [
         f"{module}: {name}"
         for module, file in FILES.items()
@@ -246,7 +246,7 @@ def test_private_names_of_torch_are_in_one_room():
 
 
 def torch_names(node: ast.AST) -> list[str]:
-    """The names of torch that a statement imports, or an expression reads by dots."""
+    """Return the names of torch that a statement imports or an expression reads."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names if alias.name.startswith("torch.")]
     if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
@@ -265,14 +265,14 @@ def test_two_classes_never_share_a_name():
 
 
 def test_two_files_share_a_name_only_where_one_serves_the_other():
-    """A command of the shell is called as what it runs, and torch's private side of a thing as the thing."""
+    """A shell command has the name of the function it runs, a file of torch_private the name of its subject."""
     files = Counter(file.name for module, file in FILES.items() if room(module) not in ("cli", "torch_private"))
     files.pop("__init__.py")
     assert not [name for name, count in files.items() if count > 1]
 
 
 def test_docstrings_open_with_a_noun_or_a_verb():
-    """A reader meets "Drop received parameters after their last read", not "What is dropped"."""
+    """ "Drop received parameters after their last read" reads at once; an opening question word does not."""
     opening = re.compile(r'^\s*r?"""(What|The same)\b', re.MULTILINE)
     offenders = [module for module, file in FILES.items() if opening.search(file.read_text(encoding="utf-8"))]
     assert not offenders
@@ -287,8 +287,8 @@ def test_the_glossary_has_at_most_forty_words_of_one_meaning():
 
 
 def hidden_names() -> set[str]:
-    """Public names that are also modules of the root, and are those modules once they are imported. One that is
-    looked up late (in _MODULE_BY_NAME) is hidden whenever its module is imported before it is asked for."""
+    """Return public names that importing a module of the root would replace by that module. A name that is looked up
+    late (in _MODULE_BY_NAME) is hidden if its module is imported first."""
     shared_names = {module.name for module in pkgutil.iter_modules(fpipe.__path__)} & {*fpipe.__all__}
     for name in shared_names:
         importlib.import_module(f"fpipe.{name}")

@@ -1,4 +1,4 @@
-"""RoundPipe: weights that live on a host, groups that go round the ranks, forward and backward cut differently."""
+"""RoundPipe keeps weights on a host, sends groups round the ranks, and cuts forward and backward differently."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def pipeline(stages: int, ranks: int = 2, microbatches: int = 3, **plans: Plan) 
 
 
 def stages_by_rank(program: Program, *kinds: str) -> list[set[int]]:
-    """The stages of which each rank does such ops."""
+    """Return for each rank the stages whose ops of these kinds it runs."""
     return [{op.stage or 0 for op in program.ops if op.rank == r and op.kind in kinds} for r in range(program.ranks)]
 
 
@@ -104,8 +104,8 @@ def test_readers_with_equal_keys_in_again_share_a_transfer():
 
 
 def test_a_peak_counts_the_stages_whose_residuals_a_rank_makes():
-    """Groups of three stages went forward on rank 0, which keeps nothing of them and later holds one of two stages
-    that it recomputes: a half, where 1/3 was read."""
+    """Used to read a peak of 1/3. Rank 0 forwards a group of three stages without residuals, and later holds one of the
+    two stages that it recomputes: a half."""
     assert fpipe.simulate(pipeline(4)).peak == (0.5, 0.5, 0)
     program = fpipe.schedules.about("one_f_one_b").program(2, 4)
     recomputed = fpipe.checkpoint("always")(program)

@@ -1,4 +1,4 @@
-"""A save never harms the one before it, a load never mixes two, and files are data that run no code."""
+"""A save never harms the one before it, a load never mixes two, and no file runs code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ONE_STAGE, TWO_STAGES = fpipe.program(1), fpipe.schedules.gpipe(2)(fpipe.program
 
 
 def params_of(value: float, rank: int | None = None) -> Any:
-    """Parameters of one stage, or of this rank's of two, large enough to be written in pieces."""
+    """Return parameters of one stage, or of this rank's stage of two, large enough to be written in pieces."""
     stages = tuple({name: torch.full((50, 1000), float(value))} for name in ("0.weight", "1.weight"))
     return (
         tuple(stage if stage_index == rank else None for stage_index, stage in enumerate(stages))
@@ -42,7 +42,7 @@ def params_of(value: float, rank: int | None = None) -> Any:
 
 
 def saved_value(folder: Path, program: fpipe.Program = ONE_STAGE, rank: int | None = None) -> tuple[float, Any]:
-    """The one value of all parameters in a folder, and the step."""
+    """Return the only value in the parameters of a folder, and the step."""
     saved = fpipe.load(folder, program, params_of(0, rank))
     stage = next(stage for stage in saved.params if stage is not None)
     (value,) = {value for leaf in stage.values() for value in leaf.unique().tolist()}
@@ -67,7 +67,7 @@ fpipe.save(sys.argv[1], fpipe.program(1), params, step=step)
 
 @pytest.mark.parametrize("moment", ["data", "metadata", "switch"])
 def test_a_kill_during_a_second_save_keeps_the_first(tmp_path: Path, moment: str):
-    """It left the parameters of one step under the number of the other, or a folder that nothing could read."""
+    """Used to leave parameters of one step under the number of another, or an unreadable folder."""
     fpipe.save(tmp_path, ONE_STAGE, params_of(1), step=1)
     process = subprocess.run([sys.executable, "-c", KILLED, tmp_path, "2", moment], check=False)
     assert process.returncode == -signal.SIGKILL
@@ -116,7 +116,7 @@ def save_twice(rank: int, folder: Path) -> None:
 
 
 def test_a_rank_killed_during_a_second_save_keeps_the_first(tmp_path: Path):
-    """Rank 0 had written its half of step 2 over that of step 1: a load gave half of each."""
+    """Used to overwrite rank 0's half of step 1 by step 2, so that a load gave half of each."""
     with Processes(2, timeout=20) as ranks:
         ranks.start(save_twice, tmp_path)
         ranks.results()
@@ -178,14 +178,14 @@ def test_keep_retains_the_newest_saves(tmp_path: Path):
 
 
 def test_numbers_keep_their_bits(tmp_path: Path):
-    """A learning rate came back as the nearest float32."""
+    """Used to load a learning rate as the nearest float32."""
     fpipe.save(tmp_path, ONE_STAGE, params_of(0), lr=0.1, step=2**53 + 1)
     assert fpipe.load(tmp_path, ONE_STAGE, params_of(0)).numbers == {"lr": 0.1, "step": 2**53 + 1}
 
 
 @contextmanager
 def blocked_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No file is written until the event is set."""
+    """Block all writes of files until the event is set."""
     event, write = threading.Event(), vars(filesystem)["_write_item"]
     monkeypatch.setattr(filesystem, "_write_item", lambda *args, **kwargs: event.wait(20) and write(*args, **kwargs))
     yield event
@@ -224,7 +224,7 @@ def test_a_failed_background_save_raises_once(tmp_path: Path, monkeypatch: pytes
 
 
 def save_beside_collectives(rank: int, folder: Path) -> tuple[float, Any]:
-    """Saves in the background, and collectives of the default group meanwhile, on other ranks at other times."""
+    """Save in the background next to collectives of the default group, at different times on each rank."""
     total = torch.zeros(())
     for step in range(1, 4):
         saving = fpipe.save(folder, TWO_STAGES, params_of(step, rank), step=step, background=True, keep=2)
@@ -244,7 +244,7 @@ def test_background_saves_run_next_to_collectives(pair: Processes, tmp_path: Pat
 
 
 def save_on_full_disk(rank: int, folder: Path) -> list[str]:
-    """What is refused, with files of at most 100 kB on rank 1."""
+    """Return the errors of a save and a gather while one rank may write at most 100 kB a file."""
     fpipe.save(folder, TWO_STAGES, params_of(1, rank), step=1)
     fpipe.gather_state_dict(TWO_STAGES, params_of(1, rank), file=folder / "all.safetensors")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -333,7 +333,7 @@ def test_a_damaged_folder_is_refused_in_one_sentence(tmp_path: Path, damage: str
 
 
 class Call:
-    """Unpickled, it is what a function returns."""
+    """An object that calls a function when it is unpickled."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = function, args
@@ -343,7 +343,7 @@ class Call:
 
 
 def hide_in_bytes(folder: Path, call: Call) -> bytes:
-    """Metadata by which the parameter is no tensor: torch unpickles the bytes of whatever is none."""
+    """Return metadata that declares the parameter as bytes, which torch unpickles."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     storage = next(candidate for index, candidate in metadata.storage_data.items() if index.fqn == NAME)
     (folder / "bytes").write_bytes(pickle.dumps(call))
@@ -353,7 +353,7 @@ def hide_in_bytes(folder: Path, call: Call) -> bytes:
 
 
 def set_class_attribute(folder: Path, call: Call) -> bytes:
-    """What a class is told outlasts the load."""
+    """Return a pickle that sets an attribute of a class, which would outlast the load."""
     return b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'harmed'\nI1\nstb."
 
 
@@ -368,7 +368,7 @@ HARMS: dict[str, Callable[[Path, Call], bytes]] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_folder_runs_no_code(tmp_path: Path, harm: str):
-    """Torch's .metadata is a pickle, and load and load_params ran what was in it."""
+    """Used to run code: torch's .metadata is a pickle, and load and load_params unpickled it."""
     folder, evidence = tmp_path / "saved", tmp_path / "ran"
     fpipe.save(folder, ONE_STAGE, params_of(1), step=1)
     metadata = HARMS[harm](folder, Call(os.mkdir, str(evidence)))
@@ -394,7 +394,7 @@ def test_a_folder_that_names_a_file_outside_is_refused(tmp_path: Path):
 
 
 def save_on_disk_full_once(rank: int, folder: Path) -> list[str]:
-    """A background save fails on rank 1, rank 0 alone asks for its result, and all go on to the next save."""
+    """Fail a background save on rank 1, ask for its result on rank 0 alone, then save again on both."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if rank == 1 else limits[0], limits[1]))
@@ -414,7 +414,7 @@ def save_on_disk_full_once(rank: int, folder: Path) -> list[str]:
 
 
 def test_a_failed_background_save_raises_on_all_ranks_at_the_next(pair: Processes, tmp_path: Path):
-    """The rank that had asked went on to the next save alone, and waited there for the timeout."""
+    """Used to send the rank that had seen the error into the next save alone, until the timeout."""
     messages = pair.run(save_on_disk_full_once, tmp_path)
     assert len({*messages[0], *messages[1]}) == 1
     assert saved_value(tmp_path, TWO_STAGES, 0) == (2, 2)

@@ -1,4 +1,4 @@
-"""All ranks of a group run the same step of the same program, on the same batch; who does not is told so."""
+"""All ranks of a group run the same step of the same program on the same batch, or raise an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORDERS = {"both send": False, "one only receives": True}
 
 
 def call_in_another_order(rank: int, forward: bool) -> tuple[str, float]:
-    """Two steps whose messages have the same sizes, called A B on rank 0 and B A on rank 1."""
+    """Call two steps with messages of equal sizes, as A B on rank 0 and as B A on rank 1."""
     model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
     train = pipeline_program(model, fpipe.schedules.one_f_one_b(2))
     program = fpipe.forward_only()(train) if forward else train
@@ -35,7 +35,7 @@ def call_in_another_order(rank: int, forward: bool) -> tuple[str, float]:
 
 @pytest.mark.parametrize("forward", ORDERS.values(), ids=ORDERS)
 def test_steps_called_in_different_orders_fail_on_both_ranks(forward: bool):
-    """Where sizes agreed, each took the other's activations."""
+    """Used to let each step read activations of the wrong step if their sizes agreed."""
     with Processes(2) as group:
         for message, seconds in group.run(call_in_another_order, forward):
             assert "is in a step of build " in message
@@ -45,7 +45,7 @@ def test_steps_called_in_different_orders_fail_on_both_ranks(forward: bool):
 
 
 def count_freed_buffers(rank: int, schedule: str) -> tuple[int, int]:
-    """How many send buffers this rank has let go of when a step comes to its end, and of how many."""
+    """Return how many send buffers this rank has freed at the end of a step, and how many there were."""
     model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
     program = pipeline_program(model, fpipe.schedules.get(schedule)(2), microbatches=8)
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows(16)))
@@ -65,8 +65,8 @@ def count_freed_buffers(rank: int, schedule: str) -> tuple[int, int]:
 
 
 def test_a_send_buffer_is_freed_once_a_later_message_acknowledges_it(pair: Processes):
-    """The first rank hears of all that it sent when gradients come back; under GPipe the last one never does, and under
-    1F1B it does while activations still come."""
+    """Gradients acknowledge all that the first rank sent. The last rank gets no acknowledgement under GPipe, and gets
+    it by later activations under 1F1B."""
     for schedule, lower_bound in (("one_f_one_b", 5), ("gpipe", 0)):
         (first_freed, first_total), (last_freed, last_total) = pair.run(count_freed_buffers, schedule)
         assert first_freed == first_total > 7
@@ -74,7 +74,7 @@ def test_a_send_buffer_is_freed_once_a_later_message_acknowledges_it(pair: Proce
 
 
 def step_during_a_receive(rank: int) -> list[bool]:
-    """A receive of the caller's own is pending on the group while steps run."""
+    """Run steps while a receive of the caller is pending on the group."""
     received = torch.zeros(3)
     pending = dist.irecv(received, 1 - rank)
     program, alone, step, params = build_blocks(broadcast=True)
@@ -87,12 +87,12 @@ def step_during_a_receive(rank: int) -> list[bool]:
 
 
 def test_a_pending_receive_of_the_caller_takes_no_message(pair: Processes):
-    """It met the number of one of ours, and gloo ended the process."""
+    """Used to receive a message of fpipe with the same number, and gloo ended the process."""
     assert pair.run(step_during_a_receive) == [[True] * 3] * 2
 
 
 def build_from_example(rank: int, on_meta: bool) -> str:
-    """Build with the parameters of this rank's stage alone, or with those of the other on meta."""
+    """Build with an example that lacks the parameters of the second rank, or has them on meta."""
     model = fpipe.from_functions([lambda p, x: (x @ p["w"]).tanh()] * 2, MSE)
     program, params = (
         pipeline_program(model, fpipe.schedules.gpipe(2)),
@@ -107,7 +107,7 @@ def build_from_example(rank: int, on_meta: bool) -> str:
 
 
 def test_an_example_needs_the_parameters_of_all_stages(pair: Processes):
-    """It was said that ranks differ in their parameters, and not that these are to be whole."""
+    """Used to report ranks that differ in parameters, and not that the example must be complete."""
     assert pair.run(build_from_example, True) == ["worked"] * 2
     for message in pair.run(build_from_example, False):
         assert message.endswith(
@@ -117,7 +117,7 @@ def test_an_example_needs_the_parameters_of_all_stages(pair: Processes):
 
 @torch.library.custom_op("fpipe_tests::promises", mutates_args=())
 def promises(x: Tensor, kind: str) -> Tensor:
-    """One whose fake kernel promises something else than it returns."""
+    """Return another tensor than the fake kernel of the op promises."""
     return {"strides": x.t().contiguous().t(), "dtype": x.double(), "shape": x[:, :4].clone()}[kind]
 
 
@@ -141,7 +141,7 @@ PROMISED = (
 
 @pytest.mark.parametrize("kind", RETURNED)
 def test_a_value_that_differs_from_its_trace_is_not_sent(pair: Processes, kind: str):
-    """The receiver read it as the trace promised: another loss, or the end of the process."""
+    """Used to be received as the trace promised it: another loss, or the end of the process."""
     sender_message, receiver_message = pair.run(send_broken_promise, kind)
     assert sender_message.startswith(f"TypeError: {RETURNED[kind].replace('|', ' with strides ')} {PROMISED}")
     assert receiver_message.startswith(
@@ -150,7 +150,7 @@ def test_a_value_that_differs_from_its_trace_is_not_sent(pair: Processes, kind: 
 
 
 def step_on_shuffled_rows(rank: int, seeds: tuple[int, int], check: str, last_step: int) -> list[str]:
-    """Steps of which the last has a batch that each rank drew by a seed of its own."""
+    """Run steps on equal rows, then one step on rows that each rank shuffled by its seed."""
     program, _, step, params = build_blocks(check_batch=check)
     outcomes: list[str] = []
     for step_number in range(1, last_step + 1):
@@ -170,7 +170,7 @@ ADVICE = ". This is rank {}; all ranks come to step {} with the same. A DataLoad
 
 @pytest.mark.parametrize(("check", "last_step"), [*sorted(COMPARED), ("first", 12), ("never", 3)])
 def test_ranks_that_shuffle_differently_are_refused(pair: Processes, check: str, last_step: int):
-    """Rank 0 took its inputs and the last rank its own targets: another loss, and no word."""
+    """Used to pair the inputs of rank 0 with other targets of the last rank, silently."""
     if last_step < 100:
         assert pair.run(step_on_shuffled_rows, (0, 0), check, last_step) == [["worked"]] * 2
     for rank, (outcome,) in enumerate(pair.run(step_on_shuffled_rows, (0, 1), check, last_step)):
@@ -182,7 +182,7 @@ def test_ranks_that_shuffle_differently_are_refused(pair: Processes, check: str,
 
 
 def step_on_partial_batch(rank: int) -> list[str]:
-    """Each rank is handed only the side that it reads, or the one in the middle nothing at all."""
+    """Step with only the side of the batch that a rank reads, or with None in the middle."""
     program, _, step, params = build_blocks(3)
     (inputs, targets), mine = rows(), local_part(program, rank, params)
     batch = [(inputs, None), None, (None, targets)][rank]

@@ -1,4 +1,4 @@
-"""Schedules by name and by table: their orders, their sizes, their published numbers."""
+"""Schedules by name and by table: their orders, sizes and published numbers."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ OURS = {
 
 
 def torch_and_our_program(name: str) -> tuple[Program, Program]:
-    """A table of torch's as a program, and our schedule of that name at its sizes."""
+    """Return the program of a table of torch, and our schedule of that name at its sizes."""
     rows = TORCH[name]
     stages, microbatches, _ = sizes_of([key for row in rows for cell in row for key in keys_of(cell)])
     torchs = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.from_table(rows), fpipe.merge())
@@ -49,7 +49,7 @@ def test_one_f_one_b_warms_up_with_the_ranks_below(ranks: int, microbatches: int
 
 
 def test_groups_of_three_are_megatrons():
-    """PP2 VP2, five microbatches in groups of three."""
+    """Megatron's PP2 VP2, five microbatches in groups of three."""
     schedule = fpipe.schedules.interleaved(2, group=3)
     table = fpipe.chain(fpipe.split(5), schedule)(fpipe.program(4)).table()
     forwards = [[cell.split("F") for cell in row if "F" in cell] for row in table]
@@ -65,8 +65,8 @@ RAGGED = [(p, m) for p in (2, 3, 4, 5) for m in range(p + 1, 3 * p + 2) if m % p
 @pytest.mark.parametrize(("ranks", "microbatches"), RAGGED)
 @pytest.mark.parametrize("name", ["interleaved", "kimi_k2", "group_interleaved"])
 def test_a_short_group_costs_no_idle_time(name: str, ranks: int, microbatches: int):
-    """A last group that is short both ways left its places free: 34 for 30 at p=3, m=4. At m < 2p one of less than half
-    the ranks has too few others around it."""
+    """Used to leave idle the places of a short last group: 34 instead of 30 at p=3, m=4. At m < 2p a group of less than
+    half the ranks has too few neighbours."""
     timeline = fpipe.simulate(fpipe.schedules.about(name).program(ranks, microbatches))
     floor = 6 * microbatches + (ranks - 1) * (2 if name == "group_interleaved" else 3)
     if microbatches > 2 * ranks or 2 * (microbatches % ranks) >= ranks or name == "group_interleaved":
@@ -94,7 +94,7 @@ def test_a_ragged_order_is_never_longer_than_its_padded_round(name: str, chunks:
     [("interleaved", 5, (39, 41)), ("interleaved_zb", 5, (33, 34)), ("interleaved_zb", 10, (63, 65))],
 )
 def test_groups_are_even_if_that_is_shorter(name: str, microbatches: int, ticks: tuple[int, int]):
-    """On 4 ranks a short group that runs early took two ticks longer than torch's rounds, though it holds less."""
+    """On 4 ranks a short early group took two ticks longer than torch's rounds, though it holds less."""
     about = fpipe.schedules.about(name)
     even, short_last = (fpipe.simulate(about.program(4, microbatches, **options)) for options in ({}, {"group": 4}))
     assert (even.makespan, short_last.makespan) == ticks
@@ -139,6 +139,6 @@ def test_the_gradients_of_two_replicas_meet_in_an_add(name: str, ranks: int):
 
 @pytest.mark.parametrize("waves", [1, 2, 3])
 def test_hanayo_takes_as_many_waves_as_the_stages_allow(waves: int):
-    """One wave of groups of neighbours was the default, whatever the stages: w times the bubble."""
+    """Used to default to one wave of adjacent stages for any number of stages: w times the bubble."""
     program = fpipe.split(6)(fpipe.program(6 * waves + 1))
     assert fpipe.schedules.hanayo(3)(program) == fpipe.schedules.hanayo(3, waves=waves)(program)

@@ -1,4 +1,4 @@
-"""Docstrings name all parameters, transforms and schedules are drawn in theirs, and readings have a page."""
+"""Docstrings name all parameters, transforms and schedules draw their result, and readings have a page."""
 
 import inspect
 import re

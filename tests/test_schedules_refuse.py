@@ -1,4 +1,4 @@
-"""What schedules refuse: one wrong input for each public function, and the sentence that it is answered with."""
+"""Each public function of schedules refuses a wrong input with one sentence."""
 
 import re
 from collections.abc import Callable
@@ -121,7 +121,7 @@ test_refusals = refusals(globals(), WRONG)
 
 
 def test_every_public_function_has_a_refusal():
-    """Schedules have wrong ranks too, and laws of the sizes that they refuse."""
+    """Named schedules are left out: other tests cover their ranks and sizes."""
     assert {*S.__all__} - {*S.names()} - {*re.findall(r"\bS\.(\w+)", WRONG)} == {"names", "Now"}  # handed nothing
 
 
@@ -134,7 +134,7 @@ def test_ranks_that_are_no_positive_integer_are_refused(name: str, ranks: object
 
 @pytest.mark.parametrize("name", [name for name in S.names() if name != "seq1f1b"])
 def test_schedules_that_do_not_order_slices_refuse_them(name: str):
-    """chimera, dualpipe, hanayo and roundpipe said: this program has no 0F0."""
+    """Used to say of chimera, dualpipe, hanayo and roundpipe: this program has no 0F0."""
     sliced = fpipe.split(4, slices=2)(fpipe.program(2 * S.about(name).stages_per_rank))
     sentence = f"{name}: this program has sequence slices, which it does not order; use seq1f1b or from_table."
     with pytest.raises(ProgramError, match=re.escape(sentence)):

@@ -1,4 +1,5 @@
-"""Search: never worse than a schedule by name, never below what is proven, never over the cap; and it runs."""
+"""A search is never worse than a named schedule, never below a proven bound, never over its cap; and its result
+runs."""
 
 import inspect
 import json
@@ -61,13 +62,13 @@ def test_a_search_never_beats_a_proven_optimum(number: int):
 
 @pytest.mark.parametrize("number", [33, 54])
 def test_room_for_the_oldest_microbatch_alone_reaches_the_optimum(number: int):
-    """Room for all that had begun left a chunk of a tight cap unused: 1.7 % and 2.6 % above, whatever the climb did."""
+    """Used to keep room for all begun microbatches, and so to end 1.7 % and 2.6 % above the optimum."""
     result = search_optimum(OPTIMA[number], 0.2, "local")
     assert result.value == pytest.approx(OPTIMA[number]["optimum"])
 
 
 def test_a_short_search_spends_time_on_its_best_orders():
-    """Rounds of 400 changes spent all of it on eight orders side by side: 368 on a V under a cap of 2.5."""
+    """Used to spend all time on eight orders side by side: 368 on a V under a cap of 2.5."""
     options = {"ranks": 4, "microbatches": 6, "placement": "v", "memory_cap": 2.5, "seconds": 0.17}
     assert quick(8, fpipe.Costs(8, 6, 9, transfer=1), **options).value <= 364
 
@@ -103,7 +104,7 @@ def test_a_search_beats_every_named_schedule_on_a_v():
 
 
 def options_of(name: str, ranks: int, cap: float | None) -> list[dict[str, Any]]:
-    """What a schedule may be told beside costs."""
+    """Return combinations of the options of a schedule, apart from costs."""
     parameters = inspect.signature(fpipe.schedules.get(name)).parameters
     choices: list[dict[str, Any]] = [{}]
     choices += [{"overlap": False}] if "overlap" in parameters else []
@@ -155,7 +156,7 @@ def test_a_search_is_never_worse_than_a_named_schedule(case: Any):
 
 @pytest.mark.parametrize("name", [name for name in fpipe.schedules.names() if name not in ("roundpipe", "seq1f1b")])
 def test_a_schedule_table_reproduces_its_schedule(name: str):
-    """bpipe and pipe_offload too, whose residuals wait elsewhere, and chimera with its two replicas."""
+    """Covers bpipe and pipe_offload, whose residuals are offloaded, and chimera with its two replicas."""
     about = fpipe.schedules.about(name)
     base = step(about.wants(4, {}), 8)
     program = about.factory(4)(base)
@@ -188,7 +189,7 @@ RUN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", RUN, ids=str)
 def test_a_found_schedule_has_the_bits_of_autograd(options: dict[str, Any]):
-    """The gradients of plain autograd, to the bit, and the schedule put on another program of these sizes."""
+    """The schedule is applied to another program of the same sizes."""
     net = tiny(("batch", 0, 1, 2))
     model, params, batch = net.model, net.params(), net.batch(9)
     search = quick(model, COSTS[3], ranks=2, microbatches=4, **options)
@@ -222,7 +223,7 @@ def test_unequal_stages_may_be_placed_anywhere():
 
 
 def test_any_stages_may_be_recomputed():
-    """Once only the first ones, whatever it takes to compute them again."""
+    """Used to recompute the first stages only, whatever that costs."""
     costs = fpipe.Costs(3, 3, 3, recompute=[9, 0.5, 9, 0.5])
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "memory_cap": 1, "placement": "linear", "seconds": 0.2}
     result = quick(4, costs, checkpoint="auto", **options)
@@ -245,7 +246,7 @@ def test_a_cap_in_bytes_limits_the_peak():
 
 
 class UntilW:
-    """A residual of one byte, of which a share stays from I to W, and nothing else."""
+    """Sizes that count residuals only: one byte a microbatch, with the share that W needs after I."""
 
     def __init__(self, w_share: float) -> None:
         self.w_share = w_share
@@ -260,7 +261,7 @@ class UntilW:
 
 @pytest.mark.parametrize("solver_name", ["local", pytest.param("cp-sat", marks=pytest.mark.deep)])
 def test_residuals_that_i_frees_make_room(solver_name: str):
-    """Residuals that count until W alone left a third of the bytes unused."""
+    """Used to count residuals until W, which left a third of the bytes unused."""
     options: dict[str, Any] = {"ranks": 3, "microbatches": 6, "memory_cap": 3.0, "placement": "linear"}
     options |= {"solver": solver_name, "seconds": 0.2 if solver_name == "local" else 5}
     bytes_options: Any = (UntilW(0.0), UntilW(1.0), None)
@@ -284,7 +285,7 @@ def test_a_long_step_is_a_short_one_repeated(stages: int, options: dict[str, Any
 
 
 def test_a_schedule_that_takes_costs_is_also_tried_without():
-    """Told the costs one_f_one_b_v took an order that holds more than 2.5; as published it has a span of 518."""
+    """With costs, one_f_one_b_v takes an order that holds more than 2.5; as published its span is 518."""
     costs = fpipe.Costs([3, 2, 7, 8, 8, 3], [8, 4, 8, 7, 6, 8], [8, 4, 4, 6, 2, 2])
     result = never_worse(3, 6, 12, costs, 2.5, split_backward=False, objective="span", without=OFFLOADING)
     assert result.value <= 518

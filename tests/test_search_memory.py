@@ -1,4 +1,4 @@
-"""Searches under a cap: of schedules that move residuals, and of when shared out parameters are gathered."""
+"""Searches under a cap offload residuals and choose when sharded parameters are gathered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.test_search import quick, step
 
 
 def test_the_bound_under_a_cap_allows_offloaded_residuals():
-    """pipe_offload was said to be the best there can be, by a bound of orders whose residuals stay."""
+    """Used to call pipe_offload optimal by a bound of orders that offload nothing."""
     options: dict[str, Any] = {"ranks": 2, "microbatches": 6, "memory_cap": 1, "placement": "looped"}
     costs = fpipe.Costs(5, 6, 4)
     result = quick(4, costs, **options, without=())

@@ -1,5 +1,4 @@
-"""The schedules that search when they are told costs: no worse than the published orders, never below what is proven,
-never over the cap."""
+"""Schedules that search for given costs: no worse than published orders, never below proofs, never over the cap."""
 
 import json
 from functools import cache
@@ -59,7 +58,7 @@ PAPER = [
 
 @pytest.mark.parametrize(("row", "name"), PAPER, ids=lambda part: part if isinstance(part, str) else f"m={part['m']}")
 def test_bubbles_are_at_most_those_of_table_5(row: dict[str, Any], name: str):
-    """The paper's memory is M_B until I and M_W until W, k p M_B in all."""
+    """The paper holds M_B until I and M_W until W, k p M_B in all."""
     hidden, heads, sequence = row["hidden"], row["heads"], row["seq"]
     w_share = 32 * hidden / (34 * hidden + 5 * heads * sequence)
     result = timeline("zb_auto", row, int(name[3]) * row["p"], kept=w_share)

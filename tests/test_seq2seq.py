@@ -1,4 +1,4 @@
-"""The encoder-decoder on real text, shortened: one output with many readers, tied embeddings, a loss that counts."""
+"""The encoder-decoder on a little real text: an output with many readers, tied embeddings, a counted loss."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Parameters that replicas share out: gathered before their use and scattered behind it, as the program says."""
+"""Parameters sharded over replicas are gathered before use and scattered after it, as the program says."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def sharded(model: Any, policy: str = "once a step", schedule: str = "one_f_one_
 
 
 def odd_net() -> nn.Sequential:
-    """Rows that two replicas have not equally many of."""
+    """Return a net whose rows two replicas cannot share evenly."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in ((8, 5), (5, 7), (7, 9), (9, 8))))
 
 
 def differing_names(grads: Any, expected: dict[str, Tensor]) -> list[str]:
-    """The names of gradients that differ in a bit when they are put together."""
+    """Return the names of gradients whose gathered bits differ from the expected ones."""
     grad_by_name = {name: grad for stage in grads if stage is not None for name, grad in stage.items()}
     return [name for name, grad in grad_by_name.items() if not torch.equal(grad.full_tensor(), expected[name])]
 
@@ -79,7 +79,7 @@ def test_sizes_count_gathered_parameters_and_sharded_gradients():
 
 
 def two_layers() -> tuple[Any, Any, fpipe.Program]:
-    """A stage each for two layers of 8 x 8 weights, W apart from I, gathered for each use."""
+    """Return a model of two 8 x 8 layers, one a stage, with W split from I and gathers for each use."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
@@ -88,7 +88,7 @@ def two_layers() -> tuple[Any, Any, fpipe.Program]:
 
 
 def test_a_gather_leaves_out_unread_leaves():
-    """A linear's W reads no weight, its I no bias, and the I of the first stage nothing."""
+    """The W of a linear reads no weight, its I no bias, and the I of the first stage nothing."""
     model, params, program = two_layers()
     sizes = fpipe.sizes(program, model, params, rows(8), replicas=2)
     costs = fpipe.Costs(bytes=sizes, cluster="2 ranks; replicas 2 1s 1B/s")
@@ -106,7 +106,7 @@ def test_a_gather_leaves_out_unread_leaves():
 
 
 def count_sent_bytes(rank: int) -> int:
-    """Bytes of shards that this process sends for GATHERs in a step."""
+    """Return the bytes of shards that this process sends for GATHERs in a step."""
     from fpipe.runtimes.processes import collective_parts
 
     _, replica, _ = meshed()
@@ -126,7 +126,7 @@ def test_unread_leaves_are_not_sent(four: Processes):
 
 @pytest.mark.parametrize(("reduce", "scatter"), [(None, 2), ("float32", 4), ("float64", 8)])
 def test_collectives_of_casts_take_the_time_of_cast_bytes(reduce: Any, scatter: int):
-    """SCATTERs were timed by the bytes that they read."""
+    """Used to time a SCATTER by the bytes that it reads."""
     model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge(outputs=False))(fpipe.program(model))
     program = fpipe.shard(compute_dtype=torch.bfloat16, reduce_dtype=reduce)(merged)
@@ -151,7 +151,7 @@ def test_one_replica_in_one_process_equals_the_reference(runtime: Any, policy: s
 
 
 def test_verify_in_lockstep_finds_a_missing_reduce():
-    """One replica alone has every bit without it."""
+    """A single replica has all bits without the REDUCE."""
     model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
     text = str(sharded(model, microbatches=2))
     text = text.replace("all_loss = REDUCE[1] loss {axis='dp'} @ 1\n", "").replace("loss = all_loss", "loss = loss")
@@ -162,7 +162,7 @@ def test_verify_in_lockstep_finds_a_missing_reduce():
 
 
 def compare_three_replicas(rank: int) -> list[str]:
-    """Names of gradients that are not those of three replicas, added in their order."""
+    """Return the names of gradients that differ from three replicas added in order."""
     mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "pp"))
     net, batches = odd_net(), [tuple(tensor.chunk(3)[index] for tensor in rows(24)) for index in range(3)]
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
@@ -178,7 +178,7 @@ def test_gloo_adds_three_replicas_in_their_order():
 
 
 def compare_mixed_dtypes(rank: int, scatter: Any) -> list[str]:
-    """Stages compute in bfloat16, gradients are added over replicas in float32, as by hand."""
+    """Compare stages in bfloat16 whose gradients replicas add in float32 with a loop by hand."""
     _, replica, _ = meshed()
     torch.manual_seed(0)
     float_net = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
@@ -227,7 +227,7 @@ def test_casts_are_printed_in_the_program_and_verified(policy: str):
 
 
 class TiedGPT(nn.Module):
-    """An embedding that is the head too, a frozen layer, a norm and dropout."""
+    """A net whose embedding is its head, with a frozen layer, a norm and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ def compare_tied_grads(rank: int, schedule: str, shape: tuple[int, int], options
 
 
 def early_reads(timeline: fpipe.Timeline) -> list[str]:
-    """A record tells until when each copy was gathered: nobody has begun to read it before."""
+    """Return the ops of a recorded timeline that read a copy before it was gathered."""
     gathered_at = {
         value: end for op, _, end in timeline.events if op.kind in ("GATHER", "SCATTER") for value in op.writes
     }
@@ -290,7 +290,7 @@ def early_reads(timeline: fpipe.Timeline) -> list[str]:
 
 @pytest.mark.parametrize(("lead", "makespan"), [(0, 10), (1, 7)])
 def test_a_gather_starts_when_the_op_before_it_ends(lead: int, makespan: int):
-    """Ops take 6 s, each of four copies one: at lead 0 all are waited for, at lead 1 the first."""
+    """Ops take 6 s, each of four gathers 1 s: at lead 0 ops wait for all four, at lead 1 for the first."""
     pipeline = fpipe.chain(fpipe.split(1), fpipe.merge(outputs=False), fpipe.shard(gather="use", lead=lead))
     timeline = fpipe.simulate(pipeline(fpipe.program(2)), fpipe.Costs(gather=1))
     assert timeline.makespan == makespan
@@ -313,7 +313,7 @@ def test_tied_frozen_and_random_stages_give_the_gradients_of_autograd(
 
 
 def train_shards(rank: int) -> list[bool]:
-    """An optimizer over shards has a shard of its state, and the parameters of one over the whole."""
+    """Train shards by an optimizer, and compare with an optimizer over the whole parameters."""
     _, replica, pp_rank = meshed()
     net, global_batch = odd_net(), rows(16)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
@@ -340,7 +340,7 @@ def test_an_optimizer_over_shards_trains_as_over_the_whole(four: Processes):
 
 
 def refuse_shards(rank: int, number: int) -> str:
-    """What is said where no shards can be made, or are handed in."""
+    """Return the error of a call that makes or takes invalid shards."""
     mesh, _, pp_rank = meshed()
     net, dp_mesh = odd_net(), mesh["dp"]
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
@@ -379,7 +379,7 @@ NO_SHARDS = [
 
 @pytest.mark.parametrize("number", range(len(NO_SHARDS)))
 def test_invalid_shards_are_refused(four: Processes, number: int):
-    """A net was handed back as it is, and stages were shared out among the ranks of a program."""
+    """Used to return a net unchanged, and to shard stages over the ranks of a program."""
     assert all(NO_SHARDS[number] in message for message in four.run(refuse_shards, number))
 
 
@@ -430,8 +430,8 @@ fpipe.Program.parse(str(replicated(2)).replace("REDUCE[0] sum[0,1] {axis='dp'}",
 
 @pytest.mark.parametrize("rule", [{"rule": "AdamW"}, {"rule": "SGD", "momentum": 0.9}], ids=str)
 def test_fused_updates_of_shards_agree_to_rounding(rule: dict[str, Any]):
-    """The kernels add and multiply at once, but in the last numbers of a tensor: shards have other last numbers, and
-    right steps were accused."""
+    """Used to refuse correct steps. Fused kernels round the tail of a tensor differently, and a shard has another
+    tail."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)

@@ -1,4 +1,4 @@
-"""Parallelism inside a stage, on four processes: two ranks of a program, times two that share each rank's stages."""
+"""Parallelism inside stages, on four processes: two ranks of a program, times two that share the stages of a rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def word_net(dropout: float = 0.0) -> nn.Sequential:
 
 
 def parallelize_net(net: nn.Sequential, tp: DeviceMesh, sequence: bool) -> nn.Sequential:
-    """Rows of the embedding, columns and rows of the products; with `sequence` what is between them too."""
+    """Shard the embedding by rows and the products by columns and rows; with `sequence` the activations too."""
     flows = Shard(1) if sequence else Replicate()
     sequence_plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))} if sequence else {}
     block = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=flows)} | sequence_plan
@@ -69,7 +69,7 @@ def make_program(model: fpipe.Model, schedule: Any, *transforms: Any) -> fpipe.P
 
 
 def by_autograd(net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """The gradients of one device."""
+    """Return the gradients of one device."""
     for x, target in zip(*(part.tensor_split(4) for part in batch), strict=True):
         (loss(net(x), target) * 0.25).backward()
     return {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
@@ -84,8 +84,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def compare_tensor_parallel(rank: int, sequence: bool) -> list[str]:
-    """What is odd after a step of all ranks: against one device to rounding, since an all-reduce adds in its own order;
-    against one process for all ranks of the program to the bit."""
+    """Return the differences of a tensor-parallel step. One device agrees to rounding, since an all-reduce adds in its
+    own order; one process with all ranks of the program agrees to the bit."""
     mesh = meshed()
     net, batch, pp_rank = parallelize_net(word_net(), mesh["tp"], sequence), sentences(), mesh.get_local_rank("pp")
     expected = by_autograd(word_net(), batch)
@@ -135,8 +135,8 @@ def test_tensor_parallel_stages_have_the_gradients_of_one_device(four: Processes
 
 
 def verify_tensor_parallel(rank: int) -> tuple[bool, list[list[str]], bool]:
-    """Whether a program is plain autograd's on the same shards, with dropout; the collectives of each part of a stage;
-    and whether its gradients are placed as its parameters."""
+    """Return whether a program with dropout is bitwise plain autograd on the same shards, the collectives of each part
+    of a stage, and whether gradients are placed like their parameters."""
     mesh = meshed()
     net = parallelize_net(word_net(dropout=0.5), mesh["tp"], False)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss)
@@ -159,13 +159,13 @@ def verify_tensor_parallel(rank: int) -> tuple[bool, list[list[str]], bool]:
 
 
 def test_f_and_i_have_collectives_and_w_has_none(four: Processes):
-    """F adds the parts of its output up, I those of its input's gradient; each is waited for in the same part."""
+    """F adds up parts of its output, I parts of its input gradient; each part waits for its collectives."""
     collectives = ["all_reduce", "wait_tensor"]
     assert four.run(verify_tensor_parallel) == [(True, [collectives, collectives, []], True)] * 4
 
 
 class Gather(nn.Module):
-    """A parameter out of its shards; its gradient is the mean over those who hold them, each with its own rows."""
+    """A parameter gathered from shards, whose gradient is the mean over processes with different rows."""
 
     def forward(self, shard: DTensor) -> Tensor:
         return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
@@ -180,8 +180,8 @@ def fully_sharded(net: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 def compare_fully_sharded(rank: int) -> tuple[list[str], bool]:
-    """What is odd after a step in which each process has a half of each microbatch and of each parameter, and whether
-    that is plain autograd."""
+    """Return the differences of a step in which each process has half of the rows and parameters, and whether the step
+    is plain autograd."""
     mesh = meshed()
     net, batch, tp_rank = fully_sharded(word_net(), mesh["tp"]), sentences(), mesh.get_local_rank("tp")
     expected = by_autograd(word_net(), batch)
@@ -200,13 +200,12 @@ def compare_fully_sharded(rank: int) -> tuple[list[str], bool]:
 
 
 def test_fully_sharded_parameters_are_gathered_inside_a_stage(four: Processes):
-    """As FSDP has them, by a parametrization and no hook: gathered where they are used, and again where recomputed;
-    gradients are added up and cut where they are made."""
+    """A parametrization, as FSDP has it without hooks, gathers at each use and recompute, and scatters gradients."""
     assert four.run(compare_fully_sharded) == [([], True)] * 4
 
 
 class Enter(torch.autograd.Function):
-    """Megatron's f: its gradients are added up over the shards that read it."""
+    """Megatron's f: gradients are added up over the shards that read the value."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -219,7 +218,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Megatron's g: the parts of a result are added up."""
+    """Megatron's g: partial results are added up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -237,7 +236,7 @@ def all_reduce_sum(x: Tensor, group: Any) -> Tensor:
 
 
 def manual_stages(mesh: DeviceMesh) -> tuple[fpipe.Model, Any, tuple[Tensor, Tensor], dict[str, Tensor]]:
-    """Stages of plain shards that call collectives themselves, and the whole parameters by stage and name."""
+    """Return stages of plain shards that call collectives, and the whole parameters by stage and name."""
     group, tp_rank = mesh.get_group("tp"), mesh.get_local_rank("tp")
     torch.manual_seed(2)
     full = {f"{n}{name}": torch.randn(8, 8).mul_(0.5).requires_grad_() for n in range(2) for name in ("up", "down")}
@@ -338,7 +337,7 @@ def test_unsupported_shards_are_refused(four: Processes, case: str):
 
 
 def fail_one_process(rank: int, fault: str) -> list[Any]:
-    """What a process says of a step in which one fails that shares a stage with another, and of the next step."""
+    """Return the errors of this process for a step in which one process fails, and for the next step."""
     mesh = meshed(LIMIT)
     model, params, batch, _ = manual_stages(mesh)
     program = make_program(model, fpipe.schedules.one_f_one_b(2))
@@ -357,7 +356,7 @@ def fail_one_process(rank: int, fault: str) -> list[Any]:
 
 @pytest.mark.parametrize("fault", ["killed", "failed"])
 def test_a_lost_process_ends_those_that_share_its_stage_in_time(fault: str):
-    """A process that fails closes its connections, those of the collectives inside stages too."""
+    """A failed process closes all its connections, also for collectives inside stages."""
     with Processes(4) as processes:
         processes.start(fail_one_process, fault)
         for rank, outcome in enumerate(processes.results()):

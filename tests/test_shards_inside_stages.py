@@ -1,4 +1,4 @@
-"""Parameters with two placements: of processes that share a stage ("tp"), and of replicas that share these out."""
+"""Parameters sharded twice: over processes that share a stage ("tp"), and over replicas."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ POLICIES: dict[str, dict[str, Any]] = {"step": {}, "use": {"gather": "use"}, "mi
 
 
 def compare_shards_of_shards(rank: int, policy: str, sequence: bool) -> list[str]:
-    """What is odd of a step on shards of shards: beside replicas that keep their parts whole to the bit, and beside one
-    device to rounding."""
+    """Return the differences of a step on shards of shards. Replicas with whole parts agree to the bit, one device
+    agrees to rounding."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "pp"))
     net, (x, target) = parallel(word_net(), mesh["tp"], sequence), sentences()
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss)
@@ -73,7 +73,7 @@ def test_shards_of_shards_give_the_gradients_of_unsharded_parts(four: Processes,
 
 
 def misplaced_names(rank: int) -> list[str]:
-    """Where shard_params puts a parameter otherwise than fully_shard does."""
+    """Return the parameters that shard_params places differently from fully_shard."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net = parallel(word_net(), mesh["tp"], False)
     (ours,) = fpipe.shard_params([dict(net.named_parameters())], mesh["dp", "tp"])

@@ -1,4 +1,4 @@
-"""When a step is traced anew: all that a trace was made for is in its signature, or in the key it is found by."""
+"""A step is traced again if anything changes that its trace depends on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRACES: Any = trace_cache
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A line for each trace that is made."""
+    """Record one line for each trace."""
     traces: list[str] = []
     plain = TRACES.trace
     monkeypatch.setattr(TRACES, "trace", lambda *args: traces.append("trace") or plain(*args))
@@ -97,7 +97,7 @@ def hooks():
 
 
 class TwiceTanh(TorchFunctionMode):
-    """Twice the tanh, as torch's function for it is called."""
+    """A mode that doubles torch.tanh."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -105,7 +105,7 @@ class TwiceTanh(TorchFunctionMode):
 
 
 class TwiceTheOp(TorchDispatchMode):
-    """One floor below, where it sees the ops of a trace too."""
+    """A mode that doubles aten.tanh, and so acts on the ops of a trace."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -203,7 +203,7 @@ def test_detect_anomaly_finds_nan():
 
 
 def test_a_denormal_constant_follows_the_flush_setting():
-    """It was a tensor before the step ran: 0 for good, if torch flushed such numbers as the step was first run."""
+    """Used to bake the constant as a tensor: 0 for good if torch flushed denormals in the first run."""
     model, step = built(lambda p, x: smooth(p, x) * 1e-40 * 1e30)
     try:
         for flushes in (True, False):
@@ -273,7 +273,7 @@ def test_a_batch_that_changes_its_shape_is_named():
 def test_a_slow_trace_of_another_row_count_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The last batch of an epoch took twelve seconds, and nobody knew why."""
+    """Used to take twelve seconds for the last batch of an epoch without a message."""
     monkeypatch.setattr(signature, "_SLOW_TRACE", 0)
     model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: (y - t).square().mean())
     step = fpipe.build(fpipe.program(model), model)
@@ -314,9 +314,8 @@ def arithmetic(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def test_a_step_on_tensors_without_data_leaves_no_trace():
-    """Numbers and weights that a trace holds are tensors of their own, which a FakeTensorMode refuses; and a first step
-    under one left a stage without a trace for the steps on data. On the meta device a warning said that all traces end.
-    """
+    """Used to fail under FakeTensorMode, which refuses the real constants of a trace, and to leave the stage untraced
+    for later steps on data. On meta, a warning said that all traces end."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model, step = built(arithmetic, arithmetic)
