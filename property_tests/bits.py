@@ -1,4 +1,4 @@
-"""What is equal bit by bit: NaN to NaN, and 0 not to -0."""
+"""Compare tensors bit by bit: NaN equals NaN, and 0 differs from -0."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def bits(value: Any) -> list[Any]:
-    """Leaves as something to compare."""
+    """Return the bits of all leaves, comparable with ==."""
     return [_bits(leaf) for leaf in tree.leaves(value)]
 
 
-def is_same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
+def is_same_gradient(grad: Tensor | None, other_grad: Tensor | None) -> bool:
     """Whether two gradients are equal, or both missing."""
-    return one is other if one is None or other is None else torch.equal(one, other)
+    return grad is other_grad if grad is None or other_grad is None else torch.equal(grad, other_grad)
 
 
 def sum_of_uses(grads: Iterable[Tensor | None]) -> Tensor | None:
-    """The gradient of a leaf that is used several times, from those of its uses; None where none has one."""
-    there = [grad for grad in grads if grad is not None]
-    return sum(there[1:], there[0]) if there else None
+    """Add up the gradients of a leaf's uses in their order, or return None if no use has a gradient."""
+    present = [grad for grad in grads if grad is not None]
+    return sum(present[1:], present[0]) if present else None
 
 
 def _bits(leaf: Any) -> Any:
@@ -36,5 +36,5 @@ def _bits(leaf: Any) -> Any:
         return leaf
     leaf = leaf.to_dense() if leaf.layout is not torch.strided else leaf
     flat = leaf.detach().resolve_conj().resolve_neg().flatten()
-    data = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # one number may have any stride
-    return leaf.dtype, tuple(leaf.shape), bytes(data.tolist())
+    flat_bytes = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # one number may have any stride
+    return leaf.dtype, tuple(leaf.shape), bytes(flat_bytes.tolist())

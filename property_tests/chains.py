@@ -1,5 +1,4 @@
-"""Random chains of transforms, as values that print as what was drawn: which, in which order, and the schedule; and
-small nets under them."""
+"""Draw random chains of transforms, with a schedule, as values that print as recipes, and small nets to run them."""
 
 from __future__ import annotations
 
@@ -24,51 +23,56 @@ MIDDLE: dict[str, Callable[[], Transform]] = {
     "split_backward(odd)": lambda: fpipe.split_backward(lambda stage, microbatch: (stage + microbatch) % 2 == 1),
     "merge_backward()": fpipe.merge_backward,
 }
-AWAY: dict[str, Callable[[], Transform]] = {
+OFFLOADS: dict[str, Callable[[], Transform]] = {
     "offload()": fpipe.offload,
     "offload('worthwhile', lead=1)": lambda: fpipe.offload("worthwhile", lead=1),
 }
-LAST: dict[str, Callable[[], Transform]] = {"communicate()": fpipe.communicate, "free()": fpipe.free}
+LOWERINGS: dict[str, Callable[[], Transform]] = {"communicate()": fpipe.communicate, "free()": fpipe.free}
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Transforms by name, one of them "schedule" and one "merge()", and the schedule: a name and ranks, or a table."""
+    """Names of transforms, among them "schedule" and "merge()", and the schedule: a name and ranks, or a table."""
 
     steps: tuple[str, ...]
     schedule: tuple[str, int] | Table = ("gpipe", 1)
 
     @property
     def named(self) -> bool:
-        """Whether the schedule is one that has a name."""
+        """Whether the schedule has a name."""
         return isinstance(self.schedule[0], str)
 
     @property
     def ranks(self) -> int:
         return self.schedule[1] if self.named else len(self.schedule)  # type: ignore[return-value]
 
-    def without(self, name: str) -> Chain:
+    def without_step(self, name: str) -> Chain:
         """The chain without one of its transforms."""
         return replace(self, steps=tuple(step for step in self.steps if step != name))
 
     def __call__(self, program: Program, merge: Transform | None = None) -> Program:
-        """A program that is split already, under the chain."""
+        """Apply the chain to a program that is split already."""
         if self.named:
             name, ranks = self.schedule
             schedule = fpipe.schedules.get(name)(ranks)
         else:
             schedule = fpipe.schedules.from_table(self.schedule)
-        made = {name: make() for name, make in (MIDDLE | AWAY | LAST).items() if name in self.steps}
-        made |= {"schedule": schedule, "merge()": merge or fpipe.merge()}
-        return fpipe.chain(*(made[name] for name in self.steps))(program)
+        makers = MIDDLE | OFFLOADS | LOWERINGS
+        transform_by_name = {name: make() for name, make in makers.items() if name in self.steps}
+        transform_by_name |= {"schedule": schedule, "merge()": merge or fpipe.merge()}
+        return fpipe.chain(*(transform_by_name[name] for name in self.steps))(program)
 
 
 @st.composite
 def chains(
-    draw: st.DrawFn, split: Program, named: st.SearchStrategy[tuple[str, int]], tables: bool = True, away: bool = False
+    draw: st.DrawFn,
+    split: Program,
+    named: st.SearchStrategy[tuple[str, int]],
+    tables: bool = True,
+    offloads: bool = False,
 ) -> Chain:
     """Draw a chain for a program that is split: under a schedule that has a name, or (`tables`) in an order of its own
-    of F, I and W; and whether residuals wait elsewhere (`away`)."""
+    of F, I and W; and whether residuals wait elsewhere (`offloads`)."""
     steps = ["merge()", *draw(st.lists(st.sampled_from([*MIDDLE]), max_size=3, unique=True))]
     if tables and draw(st.booleans()):
         schedule = draw(legal_tables(fpipe.split_backward()(split)))
@@ -79,10 +83,10 @@ def chains(
     else:
         schedule = draw(named)
         steps = draw(st.permutations(["schedule", *steps]))
-    if away and draw(st.booleans()):
-        steps.insert(steps.index("schedule") + 1, draw(st.sampled_from([*AWAY])))
-    last = draw(st.sampled_from([(), ("communicate()",), ("free()",), ("communicate()", "free()")]))
-    return Chain((*steps, *last), schedule)
+    if offloads and draw(st.booleans()):
+        steps.insert(steps.index("schedule") + 1, draw(st.sampled_from([*OFFLOADS])))
+    lowering = draw(st.sampled_from([(), ("communicate()",), ("free()",), ("communicate()", "free()")]))
+    return Chain((*steps, *lowering), schedule)
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Run:
         return self.chain(fpipe.split(self.microbatches)(fpipe.program(self.net.model)))
 
     @property
-    def given(self) -> tuple[Any, Any]:
+    def inputs(self) -> tuple[Any, Any]:
         """Parameters and a batch."""
         return self.net.params(self.seed), self.net.batch(self.rows, self.seed)
 

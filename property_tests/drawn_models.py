@@ -1,4 +1,4 @@
-"""Random models, as recipes: what each stage does and takes, how losses reduce, the dtype."""
+"""Draw random models, as recipes: the body and the inputs of each stage, the loss's reduction, the dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from property_tests.stage_functions import BODIES, LOSSES, DrawnStage
 
 @dataclass(frozen=True)
 class Net:
-    """A model: what each stage does and takes, how its losses reduce, and in which dtype.
+    """A recipe of a model: the body and the inputs of each stage, the loss's reduction, and the dtype.
 
     >>> net = Net(("linear", "tied", "tied"), ("batch", 0, (1, "batch")))
     >>> net.ties, [sorted(stage) for stage in net.params()]
@@ -48,25 +48,25 @@ class Net:
 
     @property
     def ties(self) -> tuple[tuple[tuple[int, str], ...], ...]:
-        """The places of the leaf that several stages share."""
+        """The stages and names of the leaf that several stages share."""
         group = tuple((number, "e") for number, stage in enumerate(self.stages) if "e" in stage.shapes)
         return (group,) if self.tie and len(group) > 1 else ()
 
     @property
     def model(self) -> Model:
-        """The model itself, one for equal nets, so that each is traced once."""
+        """The model, one object for equal recipes, so that each is traced once."""
         return _model(self)
 
     def params(self, seed: int = 0) -> tuple[dict[str, Tensor], ...]:
-        """Its parameters, one dict a stage; a tied leaf is in the first stage that reads it."""
-        made = [stage.params(seed + 100 * number) for number, stage in enumerate(self.stages)]
+        """Draw parameters, one dict a stage; a tied leaf is in the first stage that reads it."""
+        stage_params = [stage.params(seed + 100 * number) for number, stage in enumerate(self.stages)]
         for group in self.ties:
             for number, leaf in group[1:]:
-                del made[number][leaf]
-        return tuple(made)
+                del stage_params[number][leaf]
+        return tuple(stage_params)
 
     def batch(self, rows: int, seed: int = 1) -> tuple[Any, Tensor]:
-        """Inputs, of shape [rows, 4] for stages by name, and targets of that shape."""
+        """Draw inputs, of shape [rows, 4] for stages by name, and targets of that shape."""
         target = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed + 2**20))
         return self.stages[0].input(rows, seed), target.to(getattr(torch, self.dtype))
 
@@ -77,7 +77,7 @@ def _model(net: Net) -> Model:
 
 
 def model_of(net: Net, functions: Sequence[Callable[..., Any]]) -> Model:
-    """The model of stage functions that stand for its own."""
+    """Build a recipe's model from other stage functions."""
     return from_functions(functions, LOSSES[net.reduction], inputs=net.takes, ties=net.ties, reduction=net.reduction)
 
 

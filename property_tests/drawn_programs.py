@@ -1,4 +1,4 @@
-"""Random programs, as recipes: a graph of stages, what is recomputed and split, and a legal order over a placement."""
+"""Draw random programs, as recipes: a graph of stages, recomputed and split backwards, and a legal order on ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Order = tuple[tuple[str, ...], ...]
 
 @st.composite
 def graphs(draw: st.DrawFn, stages: st.SearchStrategy[int] | None = None) -> Takes:
-    """Draw what each stage takes: the batch or earlier stages, in any number; every stage but the last has a reader.
+    """Draw the inputs of each stage: the batch or earlier stages, in any number; every stage but the last has a reader.
 
     Args:
         stages: how many; 1 to 5 by default.
@@ -36,14 +36,14 @@ def graphs(draw: st.DrawFn, stages: st.SearchStrategy[int] | None = None) -> Tak
     ('batch', 0, (0, 1))
     """
     n = draw(st.integers(1, 5) if stages is None else stages)
-    found: list[list[Source]] = [["batch"]]
+    sources_by_stage: list[list[Source]] = [["batch"]]
     for stage in range(1, n):
         earlier: list[Source] = ["batch", *range(stage)]
-        found.append(draw(st.lists(st.sampled_from(earlier[::-1]), min_size=1, max_size=3)))
+        sources_by_stage.append(draw(st.lists(st.sampled_from(earlier[::-1]), min_size=1, max_size=3)))
     for stage in range(n - 1):
-        if not any(stage in taken for taken in found):
-            found[stage + 1].append(stage)
-    return tuple(taken[0] if len(taken) == 1 else tuple(taken) for taken in found)
+        if not any(stage in sources for sources in sources_by_stage):
+            sources_by_stage[stage + 1].append(stage)
+    return tuple(sources[0] if len(sources) == 1 else tuple(sources) for sources in sources_by_stage)
 
 
 @st.composite
@@ -54,14 +54,14 @@ def placements(draw: st.DrawFn, stages: int) -> list[int]:
     >>> find(placements(3), lambda ranks: max(ranks) == 1)
     [0, 0, 1]
     """
-    found = draw(st.lists(st.integers(0, stages - 1), min_size=stages, max_size=stages))
-    ranks = sorted(set(found))
-    return [ranks.index(rank) for rank in found]
+    drawn_ranks = draw(st.lists(st.integers(0, stages - 1), min_size=stages, max_size=stages))
+    ranks = sorted(set(drawn_ranks))
+    return [ranks.index(rank) for rank in drawn_ranks]
 
 
 @st.composite
 def legal_orders(draw: st.DrawFn, program: Program, replicas: bool = False) -> Order:
-    """Draw a placement, and for each rank an order of its ops, which all ranks together can keep.
+    """Draw a placement, and an order of ops for each rank such that all orders together cannot deadlock.
 
     Args:
         program: whose F, B, I and W are ordered.
@@ -79,29 +79,29 @@ def legal_orders(draw: st.DrawFn, program: Program, replicas: bool = False) -> O
     placement = draw(placements(program.stages * times))
     cells = {op.cell: op for op in program.ops if op.kind in "FBIW"}
     writer = {value: op for op in program.ops for value in op.writes}
-    after: dict[str, set[str]] = {cell: set() for cell in cells}
+    needs_by_cell: dict[str, set[str]] = {cell: set() for cell in cells}
     for cell, op in cells.items():
         todo = list(op.reads)
         while todo:
             source = writer.get(todo.pop())
             if source is not None and source.cell in cells:
-                after[cell].add(source.cell)
+                needs_by_cell[cell].add(source.cell)
             elif source is not None:
                 todo += source.reads
     wish = {cell: number for number, cell in enumerate(draw(st.permutations(list(cells))))}
     rows: list[list[str]] = [[] for _ in range(1 + max(placement))]
-    left = dict(after)
-    while left:
-        cell = min((cell for cell, needs in left.items() if not needs & left.keys()), key=wish.__getitem__)
+    waiting = dict(needs_by_cell)
+    while waiting:
+        cell = min((cell for cell, needs in waiting.items() if not needs & waiting.keys()), key=wish.__getitem__)
         op = cells[cell]
         rows[placement[(op.stage or 0) * times + (op.microbatch or 0) % times]].append(cell)
-        del left[cell]
+        del waiting[cell]
     return tuple(map(tuple, rows))
 
 
 @dataclass(frozen=True)
 class DrawnProgram:
-    """A pipeline for a graph of stages: what each takes, microbatches, what is recomputed and split, and a table.
+    """A recipe of a program: each stage's inputs, microbatches, recomputed and split backwards, and a table.
 
     >>> plan = DrawnProgram(("batch", 0), 2, frozenset(), frozenset({(0, 1)}), (("0F0", "0F1", "0B0", "0I1", "0W1"),
     ...                                                                ("1F0", "1B0", "1F1", "1B1")))
@@ -130,7 +130,7 @@ class DrawnProgram:
 
     @property
     def transforms(self) -> dict[str, Transform]:
-        """The four that commute."""
+        """The four transforms that commute."""
         return {
             "checkpoint": checkpoint(lambda stage, microbatch: (stage, microbatch) in self.recomputed, self.grain),
             "split_backward": split_backward(lambda stage, microbatch: (stage, microbatch) in self.halved),
@@ -140,13 +140,13 @@ class DrawnProgram:
 
     @property
     def program(self) -> Program:
-        """The program of it all."""
+        """The program under all transforms."""
         return chain(self.split, *self.transforms.values())(self.base)
 
 
 @st.composite
 def programs(draw: st.DrawFn, takes: st.SearchStrategy[Takes] | None = None, microbatches: int = 4) -> DrawnProgram:
-    """Draw a program: a graph of stages, sizes, what is recomputed and split, and a legal order over a placement.
+    """Draw a program: a graph of stages, sizes, recomputed and split backwards, and a legal order on ranks.
 
     Args:
         takes: the graph; any of 1 to 5 stages by default.
@@ -161,9 +161,9 @@ def programs(draw: st.DrawFn, takes: st.SearchStrategy[Takes] | None = None, mic
     """
     graph = draw(takes if takes is not None else graphs())
     m = draw(st.integers(1, microbatches))
-    every = list(itertools.product(range(len(graph)), range(m)))
-    some = st.frozensets(st.sampled_from(every))
-    recomputed, halved = draw(some), draw(some)
+    cells = list(itertools.product(range(len(graph)), range(m)))
+    subsets = st.frozensets(st.sampled_from(cells))
+    recomputed, halved = draw(subsets), draw(subsets)
     cut = chain(split(m), split_backward(lambda stage, index: (stage, index) in halved))
     table = draw(legal_orders(cut(base_program(len(graph), inputs=graph))))
     return DrawnProgram(graph, m, recomputed, halved, table, draw(st.sampled_from(["stage", "layer"])))

@@ -19,32 +19,33 @@ from property_tests.bits import bits, tensors
 Function = Callable[[Any, Any], Any]
 
 
-def wants(leaf: Any) -> bool:
+def wants_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def own(value: Any) -> Any:
-    """The same leaves, as those of a graph to come."""
-    return tree.tree_map(lambda leaf: leaf.detach().requires_grad_() if wants(leaf) else leaf, value)
+def as_fresh_leaves(value: Any) -> Any:
+    """Return detached leaves that require gradients where they can."""
+    return tree.tree_map(lambda leaf: leaf.detach().requires_grad_() if wants_grad(leaf) else leaf, value)
 
 
-def storages(held: Iterable[Tensor], aside: Iterable[Tensor] = ()) -> dict[StorageWeakRef, int]:
-    """Bytes of each storage, those of what was given aside."""
-    known = {StorageWeakRef(tensor.untyped_storage()) for tensor in aside}
-    found = {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in held}
-    return {storage: size for storage, size in found.items() if storage not in known}
+def storages(kept_tensors: Iterable[Tensor], excluded_tensors: Iterable[Tensor] = ()) -> dict[StorageWeakRef, int]:
+    """Return the bytes of each tensor's storage, without storages of the excluded tensors."""
+    excluded = {StorageWeakRef(tensor.untyped_storage()) for tensor in excluded_tensors}
+    memories = [tensor.untyped_storage() for tensor in kept_tensors]
+    size_by_storage = {StorageWeakRef(memory): memory.nbytes() for memory in memories}
+    return {storage: size for storage, size in size_by_storage.items() if storage not in excluded}
 
 
-def flops(what: Callable[[], Any]) -> int:
-    """Counted apart: torch computes some gradients in another way while a mode of dispatch is on."""
+def flops(function: Callable[[], Any]) -> int:
+    """Count a function's flops. Separate runs: torch computes some gradients differently under a dispatch mode."""
     with FlopCounterMode(display=False) as counter:
-        what()
+        function()
     return counter.get_total_flops()
 
 
 @dataclass
 class Plain:
-    """A stage under plain autograd: what it gives, flops, and the bytes that are saved between."""
+    """A stage's run under plain autograd: results, flops, and the bytes saved for the backward."""
 
     y: Any
     dy: Any
@@ -53,71 +54,73 @@ class Plain:
     saved: int
 
 
-def plain(function: Function, params: Any, x: Any, seed: int = 1) -> Plain:
-    """Of leaves that want gradients, from cotangents that are drawn."""
+def run_plain(function: Function, params: Any, x: Any, seed: int = 1) -> Plain:
+    """Run a stage and its backward under plain autograd, from drawn cotangents."""
     saved: list[Tensor] = []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         y = function(params, x)
     make = torch.Generator().manual_seed(seed)
-    has = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree.leaves(y)]
-    seeds = [_like(leaf, make) if one else None for leaf, one in zip(tree.leaves(y), has, strict=True)]
-    given = tree.leaves((x, params))
-    wanted = [leaf for leaf in given if wants(leaf)]
+    has_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree.leaves(y)]
+    roots = zip(tree.leaves(y), has_grad, strict=True)
+    seeds = [_draw_cotangent(leaf, make) if is_root else None for leaf, is_root in roots]
+    inputs = tree.leaves((x, params))
+    leaves = [leaf for leaf in inputs if wants_grad(leaf)]
     cotangents = [seed for seed in seeds if seed is not None]
 
     def backward(y: Any) -> Any:
-        roots = [leaf for leaf, one in zip(tree.leaves(y), has, strict=True) if one]
-        return torch.autograd.grad(roots, wanted, cotangents, allow_unused=True) if roots else [None] * len(wanted)
+        roots = [leaf for leaf, is_root in zip(tree.leaves(y), has_grad, strict=True) if is_root]
+        return torch.autograd.grad(roots, leaves, cotangents, allow_unused=True) if roots else [None] * len(leaves)
 
-    each = iter(backward(y))
-    grads = [next(each) if wants(leaf) else None for leaf in given]
-    again: list[Any] = []
-    work = flops(lambda: again.append(function(params, x))) + flops(lambda: backward(again[0]))
+    grad_iterator = iter(backward(y))
+    grads = [next(grad_iterator) if wants_grad(leaf) else None for leaf in inputs]
+    rerun: list[Any] = []
+    work = flops(lambda: rerun.append(function(params, x))) + flops(lambda: backward(rerun[0]))
     size = sum(storages(saved, tensors((x, params))).values())
     return Plain(y, tree.unflatten(tree.flatten(y)[1], seeds), grads, work, size)
 
 
-def _like(leaf: Tensor, make: torch.Generator) -> Tensor:
-    """A cotangent, which lies in memory as what it is for, if that has each number once."""
+def _draw_cotangent(leaf: Tensor, make: torch.Generator) -> Tensor:
+    """Draw a cotangent with the leaf's layout in memory, if no two elements of the leaf overlap."""
     return torch.empty_like(leaf).copy_(torch.randn(leaf.shape, generator=make))
 
 
-def same_bits(found: Any, right: Any) -> None:
-    assert bits(found) == bits(right)
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    assert bits(actual) == bits(expected)
 
 
 def assert_lawful(
     function: Function,
-    given: Callable[[], tuple[Any, Any]],
-    right: Plain,
-    agree: Callable[[Any, Any], None] = same_bits,
+    make_inputs: Callable[[], tuple[Any, Any]],
+    expected: Plain,
+    agree: Callable[[Any, Any], None] = assert_same_bits,
     less_work: bool = False,
     more_memory: bool = False,
 ) -> fpipe.Linearized:
-    """Linearize a stage of what `given` makes, the same each time, and hold it to all the laws.
+    """Linearize a stage at the inputs that `make_inputs` returns each time, and check all the laws.
 
-    `less_work` where autograd also runs what nobody reads, `more_memory` where a trace keeps what autograd need not.
+    `less_work`: autograd also runs unread layers. `more_memory`: a trace keeps tensors that autograd does not.
     """
-    params, x = given()
-    one = fpipe.linearize(function, params, x)
-    y, res = one.forward(params, x)
-    assert tree.flatten(y)[1] == tree.flatten(right.y)[1]
-    agree(y, right.y)
-    found = one.backward(params, [*res], right.dy)
-    agree(tree.leaves(found), right.grads)
-    dx, wres = one.backward_input(params, [*res], right.dy)
-    assert bits((dx, one.backward_weight(params, [*wres]))) == bits(found)
-    assert bits((params, x)) == bits(given()), "what was given is changed"
+    params, x = make_inputs()
+    linearized = fpipe.linearize(function, params, x)
+    y, residuals = linearized.forward(params, x)
+    assert tree.flatten(y)[1] == tree.flatten(expected.y)[1]
+    agree(y, expected.y)
+    actual_grads = linearized.backward(params, [*residuals], expected.dy)
+    agree(tree.leaves(actual_grads), expected.grads)
+    dx, weight_residuals = linearized.backward_input(params, [*residuals], expected.dy)
+    assert bits((dx, linearized.backward_weight(params, [*weight_residuals]))) == bits(actual_grads)
+    assert bits((params, x)) == bits(make_inputs()), "what was given is changed"
 
-    forward, backward = flops(lambda: one.forward(params, x)), flops(lambda: one.backward(params, [*res], right.dy))
-    halves = flops(lambda: one.backward_input(params, [*res], right.dy))
-    assert halves + flops(lambda: one.backward_weight(params, [*wres])) == backward
-    assert forward + backward <= right.flops if less_work else forward + backward == right.flops
+    forward = flops(lambda: linearized.forward(params, x))
+    backward = flops(lambda: linearized.backward(params, [*residuals], expected.dy))
+    halves = flops(lambda: linearized.backward_input(params, [*residuals], expected.dy))
+    assert halves + flops(lambda: linearized.backward_weight(params, [*weight_residuals])) == backward
+    assert forward + backward <= expected.flops if less_work else forward + backward == expected.flops
 
     for name, label in (("backward", "res"), ("backward_weight", "wres")):
-        graph = one.graphs[name]
-        read = {leaf for node in graph.nodes for leaf in node.reads}
-        read |= {leaf for leaves in graph.writes.values() for leaf in leaves}
-        assert {*graph.reads[label]} <= read & {*graph.facts}, "only tensors that are read are kept"
-    assert more_memory or sum(storages(res, tensors((params, x))).values()) <= right.saved
-    return one
+        graph = linearized.graphs[name]
+        read_leaves = {leaf for node in graph.nodes for leaf in node.reads}
+        read_leaves |= {leaf for leaves in graph.writes.values() for leaf in leaves}
+        assert {*graph.reads[label]} <= read_leaves & {*graph.facts}, "only tensors that are read are kept"
+    assert more_memory or sum(storages(residuals, tensors((params, x))).values()) <= expected.saved
+    return linearized

@@ -1,4 +1,4 @@
-"""Random stages: many more layers for the grammar of `stage_functions`, and more that a stage returns."""
+"""Draw random stages: more layers for the grammar of `stage_functions`, and more kinds of outputs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from property_tests.stage_functions import AROUND, LAYERS, NN, RETURNS, DrawnStage, Layer, N, Params, Within, row
+from property_tests.stage_functions import AROUND, LAYERS, NN, RETURNS, DrawnStage, Layer, N, Params, Wrapped, row
 from property_tests.strategies import Net, dags
 
 
-def layer(**how: Any) -> Callable[[Any], None]:
-    return lambda apply: row(apply.__name__, apply, **how)
+def layer(**options: Any) -> Callable[[Any], None]:
+    return lambda apply: row(apply.__name__, apply, **options)
 
 
 row("matmul", lambda p, h: h @ p["w"], w=NN)
@@ -63,14 +63,14 @@ def heads(p: Params, h: Tensor) -> tuple[Tensor, ...]:
 def attention_in_time(p: Params, h: Tensor) -> Tensor:
     q, k, v = heads(p, h)
     later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
-    made = torch.softmax((q @ k.mT).masked_fill(later, -math.inf), dim=-1) @ v
-    return made.transpose(1, 2).reshape(h.shape) @ p["o"]
+    attended = torch.softmax((q @ k.mT).masked_fill(later, -math.inf), dim=-1) @ v
+    return attended.transpose(1, 2).reshape(h.shape) @ p["o"]
 
 
 @layer(qkv=("n", "3n"), o=NN)
 def sdpa(p: Params, h: Tensor) -> Tensor:
-    made = F.scaled_dot_product_attention(*heads(p, h), is_causal=True)
-    return F.linear(made.transpose(1, 2).reshape(h.shape), p["o"])
+    attended = F.scaled_dot_product_attention(*heads(p, h), is_causal=True)
+    return F.linear(attended.transpose(1, 2).reshape(h.shape), p["o"])
 
 
 @layer(qkv=("n", "3n"), o=NN)
@@ -218,7 +218,7 @@ def cat_with_weight(p: Params, h: Tensor) -> Tensor:
 
 
 class Scaled(torch.autograd.Function):
-    """A product whose gradients are others than autograd's."""
+    """A product whose gradients differ from autograd's."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, w: Tensor) -> Any:
@@ -237,13 +237,13 @@ row("own_function", lambda p, h: Scaled.apply(h, p["w"])[0], w=N)
 
 
 class Doubled(torch.autograd.Function):
-    """Keeps its output, and hands the cotangent on as it is."""
+    """Doubles its input, saves its output, and passes the cotangent on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
-        made = h * 2
-        ctx.save_for_backward(made)
-        return made
+        output = h * 2
+        ctx.save_for_backward(output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
@@ -255,10 +255,10 @@ row("straight_through", lambda p, h: Doubled.apply(h))
 
 @layer()
 def hooked(p: Params, h: Tensor) -> Tensor:
-    made = h * 1.25
-    if made.requires_grad:
-        made.register_hook(lambda dy: dy * 0.5)
-    return made
+    scaled = h * 1.25
+    if scaled.requires_grad:
+        scaled.register_hook(lambda dy: dy * 0.5)
+    return scaled
 
 
 # In place, on a tensor that the layer itself makes.
@@ -272,45 +272,45 @@ row("threshold_", lambda p, h: F.threshold(h * 1.5, 0.1, 0.2, inplace=True), in_
 
 @layer(in_place=True, w=NN)
 def add_(p: Params, h: Tensor) -> Tensor:
-    made = h @ p["w"]
-    made += h
-    made.add_(1).mul_(0.5)
-    return made
+    output = h @ p["w"]
+    output += h
+    output.add_(1).mul_(0.5)
+    return output
 
 
 @layer(in_place=True)
 def masked_fill_(p: Params, h: Tensor) -> Tensor:
-    made = h * 2
-    return made.masked_fill_(made.detach() > 1, 0.5)
+    output = h * 2
+    return output.masked_fill_(output.detach() > 1, 0.5)
 
 
 @layer(in_place=True)
 def first_column_(p: Params, h: Tensor) -> Tensor:
-    made = h.clone()
-    made[..., 0] = 0
-    made[..., 1] *= 2
-    return made
+    output = h.clone()
+    output[..., 0] = 0
+    output[..., 1] *= 2
+    return output
 
 
 @layer(in_place=True)
 def through_view_(p: Params, h: Tensor) -> Tensor:
-    made = h + 1
-    made[0].mul_(3)
-    made[..., ::2].tanh_()
-    return made
+    output = h + 1
+    output[0].mul_(3)
+    output[..., ::2].tanh_()
+    return output
 
 
 @layer(in_place=True)
 def index_put_(p: Params, h: Tensor) -> Tensor:
-    made = torch.zeros_like(h)
-    made[..., torch.tensor([0, 2, 2])] = h[..., :3]
-    return made + h
+    output = torch.zeros_like(h)
+    output[..., torch.tensor([0, 2, 2])] = h[..., :3]
+    return output + h
 
 
-# What is returned: parameters, the first leaf of the input, and what the layers made.
+# Outputs of a stage, from its parameters, the first leaf of its input, and the tensor h of its layers.
 
 
-def _first(p: Params, h: Tensor) -> Tensor:
+def _first_float(p: Params, h: Tensor) -> Tensor:
     return next((leaf for leaf in p.values() if leaf.is_floating_point()), h)
 
 
@@ -329,27 +329,28 @@ RETURNS |= {
     "input": lambda p, x, h: (h, x),
     "input_view": lambda p, x, h: (h, x[..., ::2]),
     "input_alone": lambda p, x, h: x,
-    "param": lambda p, x, h: (h, _first(p, h)),
-    "param_view": lambda p, x, h: (h, _first(p, h[0]).expand(2, *_first(p, h[0]).shape)),  # rows stay in dim 0
-    "of_params": lambda p, x, h: (h, _first(p, h).sin()),
-    "params_alone": lambda p, x, h: torch.tanh(_first(p, h).sum()).expand(h.shape),
+    "param": lambda p, x, h: (h, _first_float(p, h)),
+    # Rows stay in dim 0.
+    "param_view": lambda p, x, h: (h, _first_float(p, h[0]).expand(2, *_first_float(p, h[0]).shape)),
+    "of_params": lambda p, x, h: (h, _first_float(p, h).sin()),
+    "params_alone": lambda p, x, h: torch.tanh(_first_float(p, h).sum()).expand(h.shape),
     "all_params": lambda p, x, h: {"h": h, **{f"p{k}": leaf for k, leaf in enumerate(p.values())}},
 }
 
 
-def in_place(stage: DrawnStage) -> bool:
-    return any(LAYERS[word].in_place for word in stage.words & LAYERS.keys())
+def works_in_place(stage: DrawnStage) -> bool:
+    return any(LAYERS[name].in_place for name in stage.layer_names & LAYERS.keys())
 
 
-def unread(stage: DrawnStage) -> bool:
-    """Whether autograd runs what nobody reads, or computes again what its backward does not need."""
-    return "checkpoint" in stage.words or stage.returns in ("params_alone", "input_alone")
+def has_unread_work(stage: DrawnStage) -> bool:
+    """Whether autograd runs unread layers, or recomputes values that its backward does not need."""
+    return "checkpoint" in stage.layer_names or stage.returns in ("params_alone", "input_alone")
 
 
-GIVEN = ("plain", "strided", "transposed", "misaligned", "expanded", "pair", "two", "one twice", "dict")
+INPUT_KINDS = ("plain", "strided", "transposed", "misaligned", "expanded", "pair", "two", "one twice", "dict")
 
 
-# Under autocast layers hand on bfloat16, which not all of them put up with beside float32 parameters.
+# Under autocast layers pass bfloat16 on, which not all of them accept with float32 parameters.
 CASTABLE = ("linear", "matmul", "twice", "tied", "sdpa", "attention", "conv1d", "tanh", "gelu", "relu", "softmax")
 
 
@@ -357,37 +358,37 @@ def layers(castable: bool = False) -> st.SearchStrategy[tuple[Any, ...]]:
     names = st.sampled_from(CASTABLE if castable else list(LAYERS))
     if castable:
         return st.lists(names, min_size=1, max_size=3).map(tuple)
-    around = st.sampled_from([how for how in AROUND if how != "autocast"])
-    inner = st.builds(Within, around, st.lists(names, min_size=1, max_size=3).map(tuple))
-    cast = st.builds(Within, st.just("autocast"), layers(castable=True))
-    return st.lists(st.one_of(names, names, names, inner, cast), max_size=5).map(tuple)
+    wrappers = st.sampled_from([wrapper for wrapper in AROUND if wrapper != "autocast"])
+    wrapped = st.builds(Wrapped, wrappers, st.lists(names, min_size=1, max_size=3).map(tuple))
+    cast = st.builds(Wrapped, st.just("autocast"), layers(castable=True))
+    return st.lists(st.one_of(names, names, names, wrapped, cast), max_size=5).map(tuple)
 
 
 WIDTHS, TIMES = st.sampled_from([4, 6, 8]), st.sampled_from([0, 0, 3, 5])
 DTYPES = ("float32", "float64", "bfloat16")
-HELD = ("plain", "strided", "transposed", "misaligned", "one memory")
-SOME = st.sampled_from(["float32", *DTYPES])
+LAYOUTS = ("plain", "strided", "transposed", "misaligned", "one memory")
+ANY_DTYPE = st.sampled_from(["float32", *DTYPES])
 
 
 def recipes(
     widths: st.SearchStrategy[int] = WIDTHS,
     times: st.SearchStrategy[int] = TIMES,
-    dtypes: st.SearchStrategy[str] = SOME,
+    dtypes: st.SearchStrategy[str] = ANY_DTYPE,
 ) -> st.SearchStrategy[DrawnStage]:
-    """Random stages; they shrink to no layers at all, in float32, on plain inputs."""
+    """Draw stages; they shrink to no layers at all, in float32, on plain inputs."""
     takes, returns = st.sampled_from(["first", "all"]), st.sampled_from(list(RETURNS))
-    held = st.sampled_from(["plain", *HELD])
-    return st.builds(DrawnStage, layers(), widths, times, dtypes, takes, returns, st.sampled_from(GIVEN), held)
+    layouts = st.sampled_from(["plain", *LAYOUTS])
+    return st.builds(DrawnStage, layers(), widths, times, dtypes, takes, returns, st.sampled_from(INPUT_KINDS), layouts)
 
 
 @st.composite
-def stacks(draw: st.DrawFn, most: int = 4) -> Net:
-    """Models of them."""
-    takes = draw(dags(st.integers(1, most)))
+def stacks(draw: st.DrawFn, max_stages: int = 4) -> Net:
+    """Draw models of random stages."""
+    takes = draw(dags(st.integers(1, max_stages)))
     width, time = draw(WIDTHS), draw(st.sampled_from([0, 0, 3]))
-    one = recipes(st.just(width), st.just(time), SOME if draw(st.booleans()) else st.just(draw(SOME)))
-    stages = tuple(draw(st.lists(one, min_size=len(takes), max_size=len(takes))))
-    alike = {stage.dtype for stage in stages if "e" in stage.shapes}
+    recipe = recipes(st.just(width), st.just(time), ANY_DTYPE if draw(st.booleans()) else st.just(draw(ANY_DTYPE)))
+    stages = tuple(draw(st.lists(recipe, min_size=len(takes), max_size=len(takes))))
+    dtypes = {stage.dtype for stage in stages if "e" in stage.shapes}
     return Net(
-        stages, takes, draw(st.sampled_from(["mean", "sum", "count"])), tie=len(alike) == 1 and draw(st.booleans())
+        stages, takes, draw(st.sampled_from(["mean", "sum", "count"])), tie=len(dtypes) == 1 and draw(st.booleans())
     )

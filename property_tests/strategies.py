@@ -1,4 +1,4 @@
-"""What property tests draw, and what they compare with: autograd as anyone would write it."""
+"""Export the strategies of property tests, and plain autograd, with which they compare."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = [
     "Net",
     "Takes",
     "dags",
-    "few",
     "legal_tables",
+    "max_examples",
     "nets",
     "outputs",
     "placements",
@@ -36,18 +36,18 @@ __all__ = [
 ]
 
 
-def few(examples: int) -> settings:
-    """So many examples in profile `ci`, where each takes long or more are worth while; all of them in `deep`."""
+def max_examples(examples: int) -> settings:
+    """Run this many examples in profile `ci`, for slow or very fast tests, and the profile's number in `deep`."""
     return settings(max_examples=examples) if settings.get_current_profile_name() == "ci" else settings()
 
 
 def tiny(takes: Takes) -> Net:
-    """The smallest model of a graph: where the program is the matter, not the model."""
+    """Return the smallest model of a graph, for tests of programs."""
     return Net(("linear",) * len(takes), takes)
 
 
 def shared(net: Net, params: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """All parameters of each stage, a tied leaf in each that reads it."""
+    """Return all parameters of each stage, a tied leaf in each stage that reads it."""
     full = [dict(stage) for stage in params]
     for (owner, name), *readers in net.ties:
         for reader, leaf in readers:
@@ -56,44 +56,46 @@ def shared(net: Net, params: Sequence[dict[str, Tensor]]) -> list[dict[str, Tens
 
 
 def outputs(
-    net: Net, full: Sequence[dict[str, Tensor]], x: Any, read: Callable[[Any], Any] = lambda value: value
+    net: Net, full: Sequence[dict[str, Tensor]], x: Any, read_value: Callable[[Any], Any] = lambda value: value
 ) -> Any:
-    """Of the last stage, which are called one after the other, as anyone would write the model."""
+    """Call the stages in order, and return the last output."""
     values: list[Any] = []
-    for stage, own, takes in zip(net.stages, full, net.takes, strict=True):
+    for stage, stage_params, takes in zip(net.stages, full, net.takes, strict=True):
         sources = takes if isinstance(takes, tuple) else (takes,)
-        values.append(stage(own, tuple(x if source == "batch" else read(values[source]) for source in sources)))
+        inputs = tuple(x if source == "batch" else read_value(values[source]) for source in sources)
+        values.append(stage(stage_params, inputs))
     return values[-1]
 
 
 def plain_autograd(
     net: Net, params: Sequence[dict[str, Tensor]], batch: tuple[Tensor, Tensor], microbatches: int = 1
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Loss and gradients as anyone would write them: one graph over the whole model for each microbatch, `.backward()`.
+    """Return loss and gradients of plain autograd: a graph over the whole model for each microbatch, and `.backward()`.
 
-    Where bits are the matter, floating point sums have an order: a stage reads an alias of what another wrote, and the
-    uses of a tied leaf are leaves of their own, added by stage at the end.
+    Bits depend on the order of sums. So a stage reads an alias of another's output, and each use of a tied leaf is a
+    leaf of its own; their gradients are added by stage at the end.
     """
-    own = [{name: leaf.clone().requires_grad_() for name, leaf in stage.items()} for stage in shared(net, params)]
+    full = shared(net, params)
+    leaves_by_stage = [{name: leaf.clone().requires_grad_() for name, leaf in stage.items()} for stage in full]
     rows, loss, count = len(batch[0]), None, torch.tensor(0)
     for x, target in zip(*(leaf.tensor_split(microbatches) for leaf in batch), strict=True):
-        each = LOSSES[net.reduction](outputs(net, own, x, aliased), target)
+        part_loss = LOSSES[net.reduction](outputs(net, leaves_by_stage, x, aliased), target)
         if net.reduction == "count":
-            each, counted = each
+            part_loss, counted = part_loss
             count = count + counted
-        share = each * (len(x) / rows) if net.reduction == "mean" else each
+        share = part_loss * (len(x) / rows) if net.reduction == "mean" else part_loss
         if share.requires_grad:
             share.backward()
         loss = share.detach() if loss is None else loss + share.detach()
     assert loss is not None
-    by = (count if count != 0 else 1) if net.reduction == "count" else None
-    grads: list[dict[str, Any]] = [{name: leaf.grad for name, leaf in stage.items()} for stage in own]
+    divisor = (count if count != 0 else 1) if net.reduction == "count" else None
+    grads: list[dict[str, Any]] = [{name: leaf.grad for name, leaf in stage.items()} for stage in leaves_by_stage]
     for group in net.ties:
         owner, name = group[0]
         uses = [grads[reader].pop(leaf) for reader, leaf in sorted(group)]
         grads[owner][name] = sum_of_uses(uses)
-    if by is not None:
-        loss, grads = loss / by, tree.tree_map(lambda grad: None if grad is None else grad / by, grads)
+    if divisor is not None:
+        loss, grads = loss / divisor, tree.tree_map(lambda grad: None if grad is None else grad / divisor, grads)
     return loss, grads
 
 

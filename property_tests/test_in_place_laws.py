@@ -1,4 +1,4 @@
-"""Ops in place and views in any order: a trace computes what plain autograd does, whoever reads what was before."""
+"""The law of ops in place: with ops in place and views in any order, a trace computes what plain autograd does."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LINE = st.one_of(
 
 
 @drawn(lines=st.lists(LINE, max_size=6))
-def test_what_ops_in_place_write_is_read_as_plain_autograd_reads_it(lines: list[tuple[str, str, int, int]]):
-    """Whatever is read at the end: tensors, views of them, and parts."""
+def test_ops_in_place_compute_what_plain_autograd_does(lines: list[tuple[str, str, int, int]]):
+    """All tensors, views and parts are read at the end."""
 
     def function(params: dict[str, Tensor], x: Tensor) -> Tensor:
         values = [x @ params["w"], x + 1]
-        for kind, name, one, other in lines:
-            a, b = values[one % len(values)], values[other % len(values)]
+        for kind, name, linearized, source in lines:
+            a, b = values[linearized % len(values)], values[source % len(values)]
             if kind == "view" and a.dim() == 2 and a.shape[1] > 1:
                 values.append(VIEWS[name](a))
             elif kind == "step":
@@ -50,14 +50,14 @@ def test_what_ops_in_place_write_is_read_as_plain_autograd_reads_it(lines: list[
 
     make = torch.Generator().manual_seed(0)
     w, x = (torch.randn(5, 5, generator=make, dtype=torch.float64) for _ in range(2))
-    own, given = w.clone().requires_grad_(), x.clone().requires_grad_()
+    weight_leaf, input_leaf = w.clone().requires_grad_(), x.clone().requires_grad_()
     try:
-        y = function({"w": own}, given)
-        grads = torch.autograd.grad(y, [given, own], torch.ones_like(y), materialize_grads=True)
+        y = function({"w": weight_leaf}, input_leaf)
+        grads = torch.autograd.grad(y, [input_leaf, weight_leaf], torch.ones_like(y), materialize_grads=True)
     except RuntimeError:
-        reject()  # autograd does not let write what it has saved
-    one = fpipe.linearize(function, {"w": w}, x)
-    found, res = one.forward({"w": w}, x)
-    dx, dparams = one.backward({"w": w}, res, torch.ones_like(y))
-    made = [torch.zeros_like(w) if grad is None else grad for grad in (dx, dparams["w"])]
-    torch.testing.assert_close([found, *made], [y.detach(), *grads], rtol=1e-12, atol=1e-12)
+        reject()  # autograd forbids writes to tensors that it has saved
+    linearized = fpipe.linearize(function, {"w": w}, x)
+    output, residuals = linearized.forward({"w": w}, x)
+    dx, dparams = linearized.backward({"w": w}, residuals, torch.ones_like(y))
+    actual_grads = [torch.zeros_like(w) if grad is None else grad for grad in (dx, dparams["w"])]
+    torch.testing.assert_close([output, *actual_grads], [y.detach(), *grads], rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Laws of the language: they hold for every program, so they are tried on random ones."""
+"""Laws of the language, which hold for every program, on random programs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program, ProgramError
-from property_tests.strategies import DrawnProgram, dags, few, legal_tables, plans, tiny
+from property_tests.strategies import DrawnProgram, dags, legal_tables, max_examples, plans, tiny
 
 ANY_ROWS = 8
 
 
-def harmless(program: Program, plan: DrawnProgram) -> bool:
-    """Whether a program that was not refused still gives plain autograd's gradients, bit by bit."""
+def is_harmless(program: Program, plan: DrawnProgram) -> bool:
+    """Whether a changed program still computes plain autograd's gradients, bit by bit."""
     net = tiny(plan.takes)
     return fpipe.verify(program, net.model, net.params(), net.batch(ANY_ROWS)).bitwise
 
 
-@few(15)
+@max_examples(15)
 @given(plans())
 def test_schedule_merge_split_backward_and_checkpoint_commute(plan: DrawnProgram):
     roads = itertools.permutations(plan.transforms.values())
@@ -37,12 +37,12 @@ def test_text_with_transfers_and_frees_round_trips(plan: DrawnProgram):
 
 @given(plans())
 def test_csv_and_the_drawn_grid_round_trip_on_a_base_program(plan: DrawnProgram):
-    others = [plan.split, *(plan.transforms[name] for name in ("checkpoint", "split_backward", "merge"))]
+    transforms = [plan.split, *(plan.transforms[name] for name in ("checkpoint", "split_backward", "merge"))]
     for text in (plan.program.to_csv(), fpipe.plot(plan.program)):
-        assert fpipe.chain(*others, fpipe.schedules.from_table(text))(plan.base) == plan.program
+        assert fpipe.chain(*transforms, fpipe.schedules.from_table(text))(plan.base) == plan.program
 
 
-@few(15)
+@max_examples(15)
 @given(plans())
 def test_csv_with_transfers_round_trips_on_a_base_program(plan: DrawnProgram):
     program = fpipe.communicate()(plan.program)
@@ -51,13 +51,13 @@ def test_csv_with_transfers_round_trips_on_a_base_program(plan: DrawnProgram):
 
 @given(plans())
 def test_merging_backwards_undoes_splitting_them(plan: DrawnProgram):
-    whole = fpipe.chain(plan.split, plan.transforms["checkpoint"], fpipe.merge())(plan.base)
-    assert fpipe.chain(fpipe.split_backward(), fpipe.merge_backward())(whole) == whole
+    merged = fpipe.chain(plan.split, plan.transforms["checkpoint"], fpipe.merge())(plan.base)
+    assert fpipe.chain(fpipe.split_backward(), fpipe.merge_backward())(merged) == merged
 
 
 @given(plans())
 def test_splitting_backwards_undoes_merging_them(plan: DrawnProgram):
-    """Where I and W stand side by side, of which a program that merge_backward has been through has no others."""
+    """After merge_backward, each I and W left apart have ops between them, so splitting adds only adjacent pairs."""
     merged = fpipe.merge_backward()(plan.program)
     assert fpipe.merge_backward()(fpipe.split_backward()(merged)) == fpipe.merge_backward()(merged) == merged
 
@@ -81,37 +81,38 @@ def test_every_transfer_is_of_one_value_to_one_rank_once(plan: DrawnProgram):
 
 
 @given(plans())
-def test_every_op_reads_only_what_is_on_its_rank_once_everything_is_sent(plan: DrawnProgram):
+def test_communicate_puts_every_read_on_the_rank_of_its_op(plan: DrawnProgram):
     program = fpipe.communicate()(plan.program)
-    at = {value: {op.rank} for op in program.ops for value in op.writes if op.kind != "SEND"}
-    at |= {end.value: set(end.homes) for end in program.inputs}
-    assert all(op.rank in at[value] for op in program.ops if op.kind != "RECV" for value in op.reads)
+    ranks_by_value = {value: {op.rank} for op in program.ops for value in op.writes if op.kind != "SEND"}
+    ranks_by_value |= {end.value: set(end.homes) for end in program.inputs}
+    assert all(op.rank in ranks_by_value[value] for op in program.ops if op.kind != "RECV" for value in op.reads)
 
 
 @given(plans())
 def test_a_rank_keeps_the_order_of_its_table(plan: DrawnProgram):
-    kept = tuple(tuple(cell for cell in row if "R" not in cell) for row in plan.program.table())
-    assert kept == plan.table
+    rows = tuple(tuple(cell for cell in row if "R" not in cell) for row in plan.program.table())
+    assert rows == plan.table
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.sampled_from(["gpipe", "one_f_one_b"]))
-def test_more_stages_than_ranks_share_a_rank_and_count_as_one(ranks: int, each: int, microbatches: int, name: str):
+def test_stages_of_one_rank_count_as_one(ranks: int, stages_per_rank: int, microbatches: int, name: str):
     schedule = getattr(fpipe.schedules, name)(ranks)
     placed = fpipe.chain(fpipe.split(microbatches), schedule)
-    one, more = (fpipe.simulate(placed(fpipe.program(ranks * v)), fpipe.Costs(*[12 / v] * 3)) for v in (1, each))
-    assert one.peak == more.peak
-    assert one.makespan == pytest.approx(more.makespan)
+    programs = ((v, placed(fpipe.program(ranks * v))) for v in (1, stages_per_rank))
+    single, several = (fpipe.simulate(program, fpipe.Costs(*[12 / v] * 3)) for v, program in programs)
+    assert single.peak == several.peak
+    assert single.makespan == pytest.approx(several.makespan)
 
 
 @given(plans(), st.data())
 def test_removing_an_op_is_refused_or_harmless(plan: DrawnProgram, data: st.DataObject):
     program = fpipe.communicate()(plan.program)
-    place = data.draw(st.sampled_from(range(len(program.ops))))
+    position = data.draw(st.sampled_from(range(len(program.ops))))
     try:
-        rest = Program(program.inputs, program.ops[:place] + program.ops[place + 1 :], program.outputs)
+        shortened = Program(program.inputs, program.ops[:position] + program.ops[position + 1 :], program.outputs)
     except ProgramError:
         return
-    assert harmless(rest, plan), program.ops[place]
+    assert is_harmless(shortened, plan), program.ops[position]
 
 
 @given(plans(), st.data())
@@ -127,40 +128,40 @@ def test_duplicating_an_op_is_refused(plan: DrawnProgram, data: st.DataObject):
 def test_swapping_two_ops_in_a_ranks_order_is_refused_or_harmless(plan: DrawnProgram, data: st.DataObject):
     rows = [list(row) for row in plan.table]
     row = data.draw(st.sampled_from([row for row in rows if len(row) > 1]))
-    one, other = data.draw(st.lists(st.sampled_from(range(len(row))), min_size=2, max_size=2, unique=True))
-    row[one], row[other] = row[other], row[one]
+    i, k = data.draw(st.lists(st.sampled_from(range(len(row))), min_size=2, max_size=2, unique=True))
+    row[i], row[k] = row[k], row[i]
     try:
         swapped = fpipe.reorder(rows)(plan.program)
     except ProgramError as error:
         if "comes later" not in str(error):
             raise
         return
-    assert harmless(swapped, plan)
+    assert is_harmless(swapped, plan)
 
 
 @given(plans(), st.data())
 def test_moving_an_op_within_the_list_is_refused_or_harmless(plan: DrawnProgram, data: st.DataObject):
     ops = list(fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program).ops)
-    places = st.sampled_from(range(len(ops)))
-    ops.insert(data.draw(places), ops.pop(data.draw(places)))
+    positions = st.sampled_from(range(len(ops)))
+    ops.insert(data.draw(positions), ops.pop(data.draw(positions)))
     try:
         moved = Program(plan.program.inputs, tuple(ops), fpipe.communicate()(plan.program).outputs)
     except ProgramError:
         return
-    assert harmless(moved, plan)
+    assert is_harmless(moved, plan)
 
 
 @given(plans())
 def test_gradients_do_not_depend_on_the_order(plan: DrawnProgram):
-    assert harmless(fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program), plan)
+    assert is_harmless(fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program), plan)
 
 
 @given(plans())
 def test_free_drops_every_value_once_and_no_result(plan: DrawnProgram):
     program = fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program)
     freed = [value for op in program.ops if op.kind == "FREE" for value in op.reads]
-    written = {value for op in program.ops if op.kind != "SEND" for value in op.writes}
-    assert sorted(freed) == sorted(written - {end.value for end in program.outputs})
+    written_values = {value for op in program.ops if op.kind != "SEND" for value in op.writes}
+    assert sorted(freed) == sorted(written_values - {end.value for end in program.outputs})
 
 
 @given(dags(), st.integers(1, 5))
@@ -170,9 +171,9 @@ def test_results_are_named_in_one_order(takes, microbatches: int):
     assert [str(end.name) for end in program.outputs] == ["loss", "outputs", *grads]
 
 
-@few(15)
+@max_examples(15)
 @given(dags(), st.integers(1, 4), st.data())
-def test_the_four_commute_with_replicas_too(takes, microbatches: int, data: st.DataObject):
+def test_the_four_transforms_commute_with_replicas(takes, microbatches: int, data: st.DataObject):
     base = fpipe.split(microbatches)(fpipe.program(len(takes), inputs=takes))
     table = data.draw(legal_tables(fpipe.split_backward()(base), replicas=True), label="table")
     schedule = fpipe.schedules.from_table(table, replicated=True)

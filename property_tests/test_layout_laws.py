@@ -1,4 +1,4 @@
-"""Gradients have the strides of their parameters, as those of `.backward()`: torch's fused rules rely on that."""
+"""Laws of layouts: gradients have the strides that `.backward()` gives them; torch's fused rules rely on that."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 
 
 def parameters(layout: str) -> list[dict[str, Tensor]]:
-    """Parameters of two stages, the first of which gives the second its input."""
+    """Draw the parameters of two stages in a row."""
     torch.manual_seed(1)
     return [{"v": torch.randn(8)}, {"w": LAYOUTS[layout][1](), "b": torch.randn(5)}]
 
@@ -64,7 +64,7 @@ def parameters(layout: str) -> list[dict[str, Tensor]]:
 def loop(
     layout: str, batch: tuple[Tensor, Tensor], rule: Rule | None, clip: float | None = 0.1
 ) -> tuple[list[Tensor], list[Any], Tensor]:
-    """Parameters after three steps of a plain loop, gradients of the last step, and its norm before the clip."""
+    """Return parameters after three steps of a plain loop, and the last step's gradients and norm before the clip."""
     params = [leaf.requires_grad_() for stage in parameters(layout) for leaf in stage.values()]
     optimizer = None if rule is None else getattr(torch.optim, rule[0])(params, lr=0.1, **rule[1])
     norm = torch.zeros(())
@@ -94,41 +94,41 @@ def leaves(per_stage: Sequence[Any]) -> list[Tensor]:
 
 
 def strides(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """The strides of each gradient, but for those of size 1, which nobody steps by."""
+    """Return the strides of each gradient, without dimensions of size 1, whose stride means nothing."""
     return [
         None if leaf is None else [step for step, size in zip(leaf.stride(), leaf.shape, strict=True) if size > 1]
         for leaf in tensors
     ]
 
 
-@pytest.mark.parametrize("how", [*BUILDS, "reference"])
+@pytest.mark.parametrize("build_name", [*BUILDS, "reference"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_have_the_strides_of_those_of_backward(layout: str, how: str):
+def test_gradients_have_the_strides_that_backward_gives(layout: str, build_name: str):
     params, batch = tuple(parameters(layout)), batch_of(layout)
     _, expected, _ = loop(layout, batch, None)
-    if how == "reference":
+    if build_name == "reference":
         grads = leaves(fpipe.reference(model_of(layout), params, batch, microbatches=2).grads)
     else:
         program = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(2), fpipe.merge())(fpipe.program(2))
-        grads = leaves(fpipe.build(program, model_of(layout), **BUILDS[how])(params, batch).grads)
+        grads = leaves(fpipe.build(program, model_of(layout), **BUILDS[build_name])(params, batch).grads)
     assert all(map(is_same_gradient, grads, expected))
     assert strides(grads) == strides(expected)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("how", [*BUILDS, "reference"])
+@pytest.mark.parametrize("build_name", [*BUILDS, "reference"])
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "every other column"])
-def test_rules_update_parameters_of_every_layout_as_a_plain_loop(layout: str, how: str, rule: Rule):
+def test_rules_update_parameters_of_every_layout_as_a_plain_loop(layout: str, build_name: str, rule: Rule):
     model, params, batch = model_of(layout), tuple(parameters(layout)), batch_of(layout)
     expected, _, norm = loop(layout, batch, rule)
     parts = fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(), fpipe.update(rule[0], clip=0.1, **rule[1])
     program = fpipe.chain(*parts)(fpipe.program(2))
     opt, result = fpipe.optimizer_state(program, params), fpipe.Result()
-    step = fpipe.build(program, model, **BUILDS.get(how, {}))
+    step = fpipe.build(program, model, **BUILDS.get(build_name, {}))
     for _ in range(3):
-        if how == "reference":
-            words = {"rule": rule[0], "clip": 0.1, "lr": 0.1, "opt": opt, **rule[1]}
-            result = fpipe.reference(model, params, batch, microbatches=2, **words)
+        if build_name == "reference":
+            options = {"rule": rule[0], "clip": 0.1, "lr": 0.1, "opt": opt, **rule[1]}
+            result = fpipe.reference(model, params, batch, microbatches=2, **options)
         else:
             result = step(params, batch, opt=opt, lr=0.1)
         params, opt = result.params, result.opt
@@ -151,16 +151,16 @@ def test_assigned_gradients_are_read_by_a_fused_rule_as_those_of_backward(layout
     assert all(map(torch.equal, leaves(params), expected))
 
 
-def updated_in_processes(rank: int, layout: str, kind: str) -> list[str]:
-    """Parameters of this process, and the norm, that are not those of a plain loop."""
+def differences_in_processes(rank: int, layout: str, kind: str) -> list[str]:
+    """Return the names of this process's results that differ from a plain loop's: parameters and the norm."""
     rule: Rule = ("AdamW", {} if kind == "shards" else {"fused": True})
     clip = None if kind == "shards" else 0.1  # the norm of shards is a root of squares
     expected, _, norm = loop(layout, batch_of(layout), rule, clip=clip)
     model, params, batch = model_of(layout), tuple(parameters(layout)), batch_of(layout)
     ranks = 2 if kind == "pipeline" else 1
     mesh = None if kind == "pipeline" else init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    ways = {"pipeline": fpipe.identity(), "replicas": fpipe.data_parallel(), "shards": fpipe.shard()}
-    parts = fpipe.split(ranks), fpipe.schedules.gpipe(ranks), fpipe.merge(), ways[kind]
+    replications = {"pipeline": fpipe.identity(), "replicas": fpipe.data_parallel(), "shards": fpipe.shard()}
+    parts = fpipe.split(ranks), fpipe.schedules.gpipe(ranks), fpipe.merge(), replications[kind]
     program = fpipe.chain(*parts, fpipe.update(rule[0], clip=clip, **rule[1]))(fpipe.program(model))
     rows = batch if kind == "pipeline" else tuple(half.chunk(2)[rank] for half in batch)
     mine: Any = [None if kind == "pipeline" and number != rank else stage for number, stage in enumerate(params)]
@@ -170,18 +170,19 @@ def updated_in_processes(rank: int, layout: str, kind: str) -> list[str]:
     for _ in range(3):
         result = step(mine, rows, opt=opt, lr=0.1)
         mine, opt = result.params, result.opt
-    names = {"v": expected[0], "w": expected[1], "b": expected[2]}
-    found = {name: leaf for stage in mine for name, leaf in (stage or {}).items()}
+    expected_by_name = {"v": expected[0], "w": expected[1], "b": expected[2]}
+    actual_by_name = {name: leaf for stage in mine for name, leaf in (stage or {}).items()}
     if kind == "shards":
-        names = {name: leaf.chunk(2)[rank] if len(leaf) > rank else leaf[:0] for name, leaf in names.items()}
-        found = {name: leaf.to_local() for name, leaf in found.items()}
+        chunks = {name: leaf.chunk(2) for name, leaf in expected_by_name.items()}
+        expected_by_name = {name: c[rank] if len(c) > rank else c[0][:0] for name, c in chunks.items()}
+        actual_by_name = {name: leaf.to_local() for name, leaf in actual_by_name.items()}
     # Shards are gathered to a contiguous parameter, for which torch may pick another kernel than for a turned one.
-    same = partial(torch.allclose, atol=1e-6) if kind == "shards" else torch.equal
-    wrong = [name for name, leaf in found.items() if not same(leaf, names[name])]
+    is_equal = partial(torch.allclose, atol=1e-6) if kind == "shards" else torch.equal
+    wrong = [name for name, leaf in actual_by_name.items() if not is_equal(leaf, expected_by_name[name])]
     return wrong + ["norm"] * (result.norm is not None and clip is not None and not torch.equal(result.norm, norm))
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "replicas", "shards"])
 @pytest.mark.parametrize("layout", ["linear", "heads", "turned parameter", "larger kernel"])
 def test_processes_update_parameters_of_every_layout_as_a_plain_loop(pair: Processes, layout: str, kind: str):
-    assert pair.each(updated_in_processes, layout, kind) == [[], []]
+    assert pair.run(differences_in_processes, layout, kind) == [[], []]

@@ -1,4 +1,4 @@
-"""The laws of a traced stage, and of steps made of them, over random stages: bits, work, memory, and what is left."""
+"""Laws of traced stages and of steps with them, on random stages: bits, work, memory, and leaks."""
 
 from __future__ import annotations
 
@@ -20,46 +20,47 @@ from fpipe.graphs.tracing import trace_cache
 from property_tests.bits import bits, tensors
 from property_tests.chains import Run, runs
 from property_tests.drawn_models import model_of
-from property_tests.lawful import assert_lawful, own, plain, storages
-from property_tests.stages import DrawnStage, in_place, recipes, stacks, unread
-from property_tests.strategies import few
+from property_tests.lawful import as_fresh_leaves, assert_lawful, run_plain, storages
+from property_tests.stages import DrawnStage, has_unread_work, recipes, stacks, works_in_place
+from property_tests.strategies import max_examples
 
 SEED = st.integers(0, 2**16)
 ROWS = st.integers(1, 5)
 
 
 class Newborn(TorchDispatchMode):
-    """Weak references to the memory that is made while it is on."""
+    """Collect weak references to the memory that ops allocate in this mode."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[StorageWeakRef] = set()
+        self.storages: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.seen |= storages(tensors(made), tensors([args, kwargs])).keys()
-        return made
+        output = func(*args, **(kwargs or {}))
+        self.storages |= storages(tensors(output), tensors([args, kwargs])).keys()
+        return output
 
     @property
     def alive(self) -> set[StorageWeakRef]:
-        return {storage for storage in self.seen if not storage.expired()}
+        return {storage for storage in self.storages if not storage.expired()}
 
 
 # One stage.
 
 
-@few(10)
+@max_examples(10)
 @given(recipes(), ROWS, SEED)
-def test_the_four_functions_are_plain_autograds(recipe: DrawnStage, rows: int, seed: int):
-    """In their bits, and without more work or memory. autograd runs layers that nobody reads, and recomputes what its
-    backward does not need. An op in place is a new tensor in a trace: what it changed may be kept beside what came of
-    it."""
+def test_the_four_functions_compute_what_plain_autograd_does(recipe: DrawnStage, rows: int, seed: int):
+    """The bits are equal, with no more work or memory, apart from two exceptions. Autograd runs unread layers, and
+    recomputes values that its backward does not need. An op in place is a new tensor in a trace, which may keep both
+    versions."""
 
-    def given() -> tuple[Any, Any]:
+    def make_inputs() -> tuple[Any, Any]:
         return recipe.params(seed), recipe.input(rows, seed)
 
-    right = plain(recipe, *map(own, given()), seed)
-    assert_lawful(recipe.function, given, right, less_work=unread(recipe), more_memory=in_place(recipe))
+    expected = run_plain(recipe, *map(as_fresh_leaves, make_inputs()), seed)
+    allowed = {"less_work": has_unread_work(recipe), "more_memory": works_in_place(recipe)}
+    assert_lawful(recipe.function, make_inputs, expected, **allowed)
 
 
 NUMBERS = st.one_of(
@@ -69,50 +70,50 @@ ARITHMETIC = st.sampled_from([operator.add, operator.sub, operator.mul, operator
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 
 
-@few(12)
+@max_examples(12)
 @given(ARITHMETIC, NUMBERS, DTYPES, st.sampled_from([(), (3,), (2, 3)]), SEED)
 def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
     op: Callable[[Any, Any], Tensor], number: float, dtype: torch.dtype, shape: tuple[int, ...], seed: int
 ):
-    """Numbers are made into tensors beforehand: rounded no sooner, and to no other dtype, than torch would."""
+    """A trace turns numbers into tensors; it must round no earlier, and to no other dtype, than torch does."""
 
     def stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return op(op(x, number) * params["w"], number)
 
     make = torch.Generator().manual_seed(seed)
     w, x, dy = (torch.randn(shape, generator=make).to(dtype) for _ in range(3))
-    wanted = [leaf.clone().requires_grad_() for leaf in (x, w)]
-    y = stage({"w": wanted[1]}, wanted[0])
-    one = fpipe.linearize(stage, {"w": w}, x)
-    own, res = one.forward({"w": w}, x)
-    assert bits(own) == bits(y)
-    dx, dparams = one.backward({"w": w}, res, dy)
-    assert bits([dx, dparams["w"]]) == bits(torch.autograd.grad(y, wanted, dy))
+    leaves = [leaf.clone().requires_grad_() for leaf in (x, w)]
+    y = stage({"w": leaves[1]}, leaves[0])
+    linearized = fpipe.linearize(stage, {"w": w}, x)
+    as_fresh_leaves, residuals = linearized.forward({"w": w}, x)
+    assert bits(as_fresh_leaves) == bits(y)
+    dx, dparams = linearized.backward({"w": w}, residuals, dy)
+    assert bits([dx, dparams["w"]]) == bits(torch.autograd.grad(y, leaves, dy))
 
 
-@few(7)
+@max_examples(7)
 @given(recipes(), ROWS, SEED)
-def test_after_i_only_what_w_reads_is_alive(recipe: DrawnStage, rows: int, seed: int):
+def test_only_inputs_of_w_are_alive_after_i(recipe: DrawnStage, rows: int, seed: int):
     params, x = recipe.params(seed), recipe.input(rows, seed)
-    dy = plain(recipe, own(params), own(x), seed).dy
-    one = fpipe.linearize(recipe.function, params, x)
-    whole = bits(one.backward(params, one.forward(params, x)[1], dy)[1])
-    assert all(one.graphs.values())  # written down before anybody counts
-    one.backward_weight(params, one.backward_input(params, one.forward(params, x)[1], dy)[1])
+    dy = run_plain(recipe, as_fresh_leaves(params), as_fresh_leaves(x), seed).dy
+    linearized = fpipe.linearize(recipe.function, params, x)
+    expected = bits(linearized.backward(params, linearized.forward(params, x)[1], dy)[1])
+    assert all(linearized.graphs.values())  # written down before anybody counts
+    linearized.backward_weight(params, linearized.backward_input(params, linearized.forward(params, x)[1], dy)[1])
     with Newborn() as newborn:
-        y, res = one.forward(params, x)
-        dx, wres = one.backward_input(params, res, dy)
-        del y, res, dx
-        assert newborn.alive <= storages(wres).keys()
+        y, residuals = linearized.forward(params, x)
+        dx, weight_residuals = linearized.backward_input(params, residuals, dy)
+        del y, residuals, dx
+        assert newborn.alive <= storages(weight_residuals).keys()
     del x, dy
-    assert bits(one.backward_weight(params, wres)) == whole
+    assert bits(linearized.backward_weight(params, weight_residuals)) == expected
 
 
 # Steps.
 
 
-def of(result: fpipe.Result) -> dict[str, Any]:
-    """The bits of a result, by name."""
+def result_bits(result: fpipe.Result) -> dict[str, Any]:
+    """Return the bits of a result, by name."""
     return {
         name + path: bits(leaf)
         for name in ("loss", "grads", "outputs")
@@ -121,61 +122,61 @@ def of(result: fpipe.Result) -> dict[str, Any]:
 
 
 @contextmanager
-def traced() -> Iterator[list[str]]:
-    """What is traced in the meantime. A warning, such as that of a step without a trace, is an error here."""
+def record_traces() -> Iterator[list[str]]:
+    """Yield a list of the traces that are made inside this context. Warnings are errors, so a missing trace is one."""
     module: Any = trace_cache
-    before, made = (module.trace, module.outline), []
+    originals, traces = (module.trace, module.outline), []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: (made.append(name), function(*args))[1]
+        return lambda *args: (traces.append(name), function(*args))[1]
 
     module.trace, module.outline = counted("trace", module.trace), counted("outline", module.outline)
     try:
-        yield made
+        yield traces
     finally:
-        module.trace, module.outline = before
+        module.trace, module.outline = originals
 
 
-@few(4)
+@max_examples(4)
 @given(runs(stacks(3)))
-def test_a_step_has_the_bits_of_the_reference_holds_what_sizes_told_and_leaves_nothing(run: Run):
-    """With traces and without; once it has traced, what it makes is gone but for its results. Two steps are twice one:
-    torch 2.13's scale_grads gives 1.25 to 1.5 of one."""
-    random, (params, batch) = torch.get_rng_state(), run.given
+def test_a_step_has_reference_bits_and_predicted_peaks_and_leaks_nothing(run: Run):
+    """With traces and without. After tracing, only the results of a step stay alive. The gradients of two steps are
+    twice those of one; with torch 2.13's scale_grads they are 1.25 to 1.5 times those of one."""
+    random, (params, batch) = torch.get_rng_state(), run.inputs
     model, program = run.net.model, run.program
-    expected = of(fpipe.reference(model, params, batch, microbatches=run.microbatches))
+    expected = result_bits(fpipe.reference(model, params, batch, microbatches=run.microbatches))
     step = fpipe.build(program, model)
-    assert of(step(params, batch)) == expected
+    assert result_bits(step(params, batch)) == expected
     with Newborn() as newborn:
         result = step(params, batch)
     results = [leaf for part in (result.loss, result.grads, result.outputs) for leaf in tensors(part)]
     assert newborn.alive == storages(results).keys()
     assert len(storages(results, tensors((params, batch)))) == len(results)
-    assert of(result) == expected
-    assert of(fpipe.build(program, model, trace=False)(params, batch)) == expected
-    found = fpipe.sizes(program, model, params, batch)
-    assert found.peak == fpipe.build(program, model, record=True)(params, batch).timeline.peak
-    assert found.peak == fpipe.simulate(program, fpipe.Costs(bytes=found)).peak
-    assert bits((params, batch)) == bits(run.given)
+    assert result_bits(result) == expected
+    assert result_bits(fpipe.build(program, model, trace=False)(params, batch)) == expected
+    sizes = fpipe.sizes(program, model, params, batch)
+    assert sizes.peak == fpipe.build(program, model, record=True)(params, batch).timeline.peak
+    assert sizes.peak == fpipe.simulate(program, fpipe.Costs(bytes=sizes)).peak
+    assert bits((params, batch)) == bits(run.inputs)
     assert torch.equal(torch.get_rng_state(), random)
     twice = fpipe.add_grads(result.grads, result.grads)
     pairs = zip(tensors(twice), tensors(result.grads), strict=True)
-    assert all(torch.equal(both, 2 * once) for both, once in pairs if not both.isnan().any())
+    assert all(torch.equal(doubled, 2 * single) for doubled, single in pairs if not doubled.isnan().any())
 
 
-@few(4)
+@max_examples(4)
 @given(runs(stacks(2)))
-def test_what_was_traced_once_is_traced_no_more(run: Run):
+def test_a_stage_is_traced_once_for_each_size(run: Run):
     model = model_of(run.net, [stage.fresh() for stage in run.net.stages])
-    params, batch = run.given
+    params, batch = run.inputs
     step = fpipe.build(run.program, model)
-    with traced() as first:
-        one = of(step(params, batch))
-    assert first
-    with traced() as again:
-        assert of(step(params, batch)) == one
-        assert of(fpipe.build(run.program, model)(params, batch)) == one
-    assert not again
-    with traced() as other:
+    with record_traces() as first_traces:
+        expected = result_bits(step(params, batch))
+    assert first_traces
+    with record_traces() as second_traces:
+        assert result_bits(step(params, batch)) == expected
+        assert result_bits(fpipe.build(run.program, model)(params, batch)) == expected
+    assert not second_traces
+    with record_traces() as traces_of_more_rows:
         step(params, run.net.batch(run.rows + 4 * run.microbatches, run.seed))
-    assert other
+    assert traces_of_more_rows

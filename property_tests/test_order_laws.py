@@ -1,5 +1,4 @@
-"""One clock: `timing/lanes.py` defines when ops run, and whatever else plays an order says the same: here, and
-`columns` in test_time_laws.py."""
+"""Laws of orders: every other player of an order gives the times that `timing/lanes.py` defines."""
 
 from __future__ import annotations
 
@@ -21,47 +20,49 @@ from property_tests.test_time_laws import SECONDS, costs, with_exchanges
 
 
 def lanes(program: Program, costs: fpipe.Costs) -> dict[Op, tuple[float, float]]:
-    """Start and end of each op, by the definition."""
-    made = next(simulate_iterations(program, costs))
-    return dict(zip(program.ops, zip(made.starts, made.ends, strict=True), strict=True))
+    """Return start and end of each op, by the definition."""
+    timeline = next(simulate_iterations(program, costs))
+    return dict(zip(program.ops, zip(timeline.starts, timeline.ends, strict=True), strict=True))
 
 
 def tasks(program: Program, costs: fpipe.Costs) -> Tasks:
-    found = tasks_of(program, costs)
-    assume(found is not None)
-    assert found is not None
-    return found
+    task_graph = tasks_of(program, costs)
+    assume(task_graph is not None)
+    assert task_graph is not None
+    return task_graph
 
 
 @given(plans(), costs(plain=True), st.sets(st.integers(0, 4)), SECONDS, st.data())
 def test_tasks_are_played_as_lanes_define(
     plan: DrawnProgram, costs: fpipe.Costs, exchanges: set[int], seconds: float, data: st.DataObject
 ):
-    """With exchanges beside the work of a rank too, and from any place of each row on."""
+    """With asynchronous exchanges too, and continued from any position of each row."""
     program, costs = with_exchanges(plan.program, exchanges), replace(costs, exchange=seconds)
-    known, defined, timeline = tasks(program, costs), lanes(program, costs), fpipe.simulate(program, costs)
-    flats = [known.ops_of_row(row) for row in known.rows]
-    played = known.play(flats)
-    assert played.ends[:-1] == [defined[op][1] for op in known.ops]
+    task_graph, defined, timeline = tasks(program, costs), lanes(program, costs), fpipe.simulate(program, costs)
+    flats = [task_graph.ops_of_row(row) for row in task_graph.rows]
+    played = task_graph.play(flats)
+    assert played.ends[:-1] == [defined[op][1] for op in task_graph.ops]
     assert (played.makespan, played.span) == pytest.approx((timeline.makespan, timeline.span))
-    assert [known.peak_of(flat) / share for flat, share in zip(flats, known.residuals_per_microbatch, strict=True)] == [
-        *timeline.peak
-    ]
-    done = [data.draw(st.integers(0, len(flat))) for flat in flats]
-    assert known.play(flats, known_ends=played.ends, known_counts=done).ends == played.ends
+    assert [
+        task_graph.peak_of(flat) / share for flat, share in zip(flats, task_graph.residuals_per_microbatch, strict=True)
+    ] == [*timeline.peak]
+    counts = [data.draw(st.integers(0, len(flat))) for flat in flats]
+    assert task_graph.play(flats, known_ends=played.ends, known_counts=counts).ends == played.ends
 
 
 @given(plans(), costs(plain=True))
 def test_a_list_schedule_of_given_rows_is_as_lanes_define(plan: DrawnProgram, costs: fpipe.Costs):
-    known, defined = tasks(plan.program, costs), lanes(plan.program, costs)
-    flats = [known.ops_of_row(row)[::-1] for row in known.rows]
-    graph = TaskGraph.of(known.ranks, [op.rank for op in known.ops], known.seconds, [*map(dict, known.needs)])
+    task_graph, defined = tasks(plan.program, costs), lanes(plan.program, costs)
+    flats = [task_graph.ops_of_row(row)[::-1] for row in task_graph.rows]
+    ranks = [op.rank for op in task_graph.ops]
+    graph = TaskGraph.of(task_graph.ranks, ranks, task_graph.seconds, [*map(dict, task_graph.needs)])
 
     def pick(rank: int, time: float, ready: list[int]) -> int:
         return flats[rank].pop() if flats[rank] and flats[rank][-1] in ready else NOTHING
 
-    found = list_schedule(graph, pick, [max([way for one, way in own if one < 0], default=0.0) for own in known.needs])
-    assert found.start == [defined[op][0] for op in known.ops]
+    releases = [max([delay for source, delay in needs if source < 0], default=0.0) for needs in task_graph.needs]
+    schedule = list_schedule(graph, pick, releases)
+    assert schedule.start == [defined[op][0] for op in task_graph.ops]
 
 
 @given(plans())

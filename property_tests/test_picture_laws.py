@@ -43,7 +43,7 @@ def panel(plan: DrawnProgram, costs: fpipe.Costs, transfers: bool) -> Panel:
 
 
 def boxes(drawing: Drawing) -> list[tuple[str, tuple[float, float]]]:
-    """The ops of a drawing, each with its left edge and its width, without what lies below the next one."""
+    """Return a drawing's ops, each with its left edge and its width, without the seam below the next box."""
     return [
         (shape.title.partition(": ")[0], (shape.x, shape.width - (0 if shape.edge else SEAM)))
         for shape in drawing.timed
@@ -51,42 +51,43 @@ def boxes(drawing: Drawing) -> list[tuple[str, tuple[float, float]]]:
     ]
 
 
-def without_label(drawing: Drawing, panel: Panel, style: fpipe.Style) -> list[str]:
-    """The boxes that could hold their microbatch in small digits and have no words."""
-    words = [shape for shape in drawing.timed if isinstance(shape, Text) and not shape.grid]
+def unlabelled_boxes(drawing: Drawing, panel: Panel, style: fpipe.Style) -> list[str]:
+    """Return the cells whose boxes have room for their microbatch in small digits, and no text."""
+    texts = [shape for shape in drawing.timed if isinstance(shape, Text) and not shape.grid]
     rects = {shape.title.partition(": ")[0]: shape for shape in drawing.timed if isinstance(shape, Rect)}
-    (small, beside), found = SIZES[-1], list[str]()
+    (small, margin), cells = SIZES[-1], list[str]()
     for op, start, end in panel.timeline.events:
         names = label_candidates(op, "main", style)
         if end > start and names and lane_of(op) == "main":
             box = rects[f"{op.cell}, rank {op.rank}"]
             size = text_size(box.height)
-            if size * small >= MIN_SIZE and width_needed(names[-1], size * small, beside) <= box.width:
-                inside = [one for one in words if box.x < one.x < box.x + box.width and 0 < one.y - box.y < box.height]
-                found += [] if inside else [op.cell]
-    return found
+            if size * small >= MIN_SIZE and width_needed(names[-1], size * small, margin) <= box.width:
+                right = box.x + box.width
+                inside = [text for text in texts if box.x < text.x < right and 0 < text.y - box.y < box.height]
+                cells += [] if inside else [op.cell]
+    return cells
 
 
 @given(plans(), COSTS | SENDING, st.booleans(), STYLES)
 def test_every_op_that_takes_time_is_one_box_at_its_time_in_every_style(
     plan: DrawnProgram, costs: fpipe.Costs, transfers: bool, style: fpipe.Style
 ):
-    shown = panel(plan, costs, transfers)
-    drawing = lay_out([shown], style=style)
-    found = boxes(drawing)
+    drawn_panel = panel(plan, costs, transfers)
+    drawing = lay_out([drawn_panel], style=style)
+    drawn_boxes = boxes(drawing)
     scale = drawing.span / (drawing.end or 1)
     expected = {
         f"{op.cell}, rank {op.rank}": (drawing.left + start * scale, (end - start) * scale)
-        for op, start, end in shown.timeline.events
+        for op, start, end in drawn_panel.timeline.events
         if end > start
     }
-    assert sorted(name for name, _ in found) == sorted(expected)
-    assert all(place == pytest.approx(expected[name], abs=1e-6) for name, place in found)
-    assert without_label(drawing, shown, style) == []
+    assert sorted(name for name, _ in drawn_boxes) == sorted(expected)
+    assert all(box == pytest.approx(expected[name], abs=1e-6) for name, box in drawn_boxes)
+    assert unlabelled_boxes(drawing, drawn_panel, style) == []
 
 
 @given(plans(), COSTS, st.booleans(), st.sets(st.integers(0, 16), min_size=2, max_size=2))
-def test_a_window_shows_exactly_what_overlaps_it(
+def test_a_window_shows_exactly_the_events_that_overlap_it(
     plan: DrawnProgram, costs: fpipe.Costs, transfers: bool, part: set[int]
 ):
     timeline = panel(plan, costs, transfers).timeline
@@ -94,50 +95,51 @@ def test_a_window_shows_exactly_what_overlaps_it(
     assume(start < end)
     events = [event for event in timeline.events if max(event.start, start) < min(event.end, end)]
     overlapping = Counter(f"{op.cell}, rank {op.rank}" for op, _, _ in events)
-    shown = Panel("", timeline, (start, end))
-    drawing = lay_out([shown], style=fpipe.Style(window=(start, end)))
+    drawn_panel = Panel("", timeline, (start, end))
+    drawing = lay_out([drawn_panel], style=fpipe.Style(window=(start, end)))
     assert Counter(name for name, _ in boxes(drawing)) == overlapping
     for shape in drawing.timed:
         if isinstance(shape, Rect):
             assert drawing.left - 1e-6 <= shape.x <= shape.x + shape.width <= drawing.left + drawing.span + 1e-6
-    entries = json.loads(perfetto([shown]))["traceEvents"]
-    kinds = [one for one in entries if one["ph"] == "X" and one["cat"] != "wait" and one["dur"] > 0]
-    assert Counter(f"{one['name']}, rank {one['pid']}" for one in kinds) == overlapping
+    trace_events = json.loads(perfetto([drawn_panel]))["traceEvents"]
+    ops = [event for event in trace_events if event["ph"] == "X" and event["cat"] != "wait" and event["dur"] > 0]
+    assert Counter(f"{op['name']}, rank {op['pid']}" for op in ops) == overlapping
 
 
 @given(plans(), COSTS, st.booleans())
 def test_ops_and_waits_fill_a_rank_until_it_is_done(plan: DrawnProgram, costs: fpipe.Costs, transfers: bool):
-    shown = panel(plan, costs, transfers)
-    for rank in range(shown.ranks):
-        bars = shown.bars.get((rank, "main"), [])
-        waits = [wait for wait in shown.waits if wait.rank == rank]
+    drawn_panel = panel(plan, costs, transfers)
+    for rank in range(drawn_panel.ranks):
+        bars = drawn_panel.bars.get((rank, "main"), [])
+        waits = [wait for wait in drawn_panel.waits if wait.rank == rank]
         pieces = [(piece.start, piece.end) for piece in (*bars, *waits)]
-        now = 0.0
+        reached = 0.0
         for start, end in sorted(pieces):
-            assert start == pytest.approx(now, abs=1e-9)
-            now = end
+            assert start == pytest.approx(reached, abs=1e-9)
+            reached = end
 
 
 @given(plans(), COSTS, st.booleans())
 def test_a_trace_has_every_event_and_the_peak(plan: DrawnProgram, costs: fpipe.Costs, transfers: bool):
-    shown = panel(plan, costs, transfers)
-    entries = json.loads(perfetto([shown]))["traceEvents"]
-    ops = [entry for entry in entries if entry["ph"] == "X" and entry["cat"] != "wait"]
-    events = ((op.cell, op.rank, start * 1e6, (end - start) * 1e6) for op, start, end in shown.timeline.events)
+    drawn_panel = panel(plan, costs, transfers)
+    trace_events = json.loads(perfetto([drawn_panel]))["traceEvents"]
+    ops = [trace_event for trace_event in trace_events if trace_event["ph"] == "X" and trace_event["cat"] != "wait"]
+    events = ((op.cell, op.rank, start * 1e6, (end - start) * 1e6) for op, start, end in drawn_panel.timeline.events)
     assert Counter((op["name"], op["pid"], op["ts"], op["dur"]) for op in ops) == Counter(events)
-    held = [(entry["pid"], entry["args"]["microbatches"]) for entry in entries if entry["ph"] == "C"]
-    for rank, peak in enumerate(shown.timeline.peak):
+    counters = [(event["pid"], event["args"]["microbatches"]) for event in trace_events if event["ph"] == "C"]
+    for rank, peak in enumerate(drawn_panel.timeline.peak):
         if costs.forward and costs.backward_input and costs.backward_weight:  # else two changes may be one moment
-            assert max((amount for where, amount in held if where == rank), default=0) == pytest.approx(peak)
+            amounts = (amount for counter_rank, amount in counters if counter_rank == rank)
+            assert max(amounts, default=0) == pytest.approx(peak)
 
 
 @given(plans(), COSTS)
 def test_text_to_scale_has_each_op_in_its_place(plan: DrawnProgram, costs: fpipe.Costs):
-    shown = panel(plan, costs, transfers=False)
-    rows = [line.partition("| ")[2] for line in fpipe.plot(shown.timeline, width=100_000).splitlines()]
-    events = [event for event in shown.timeline.events if event.end > event.start]
+    drawn_panel = panel(plan, costs, transfers=False)
+    rows = [line.partition("| ")[2] for line in fpipe.plot(drawn_panel.timeline, width=100_000).splitlines()]
+    events = [event for event in drawn_panel.timeline.events if event.end > event.start]
     scale = max(((len(op.cell) + 1) / (end - start) for op, start, end in events), default=0)
     for op, start, _ in events:
-        at = rows[op.rank].find(op.cell)
-        assert at == pytest.approx(start * scale, abs=1)
+        column = rows[op.rank].find(op.cell)
+        assert column == pytest.approx(start * scale, abs=1)
         assert rows[op.rank].count(op.cell) == 1

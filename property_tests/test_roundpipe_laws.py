@@ -1,4 +1,4 @@
-"""Any two plans that cover a model give its gradients, wherever their groups are cut and whoever runs them."""
+"""Laws of RoundPipe: any two plans that cover a model compute its gradients, wherever groups are cut or run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program
-from property_tests.strategies import Net, few, nets
-from property_tests.test_gradients import same_bits
+from property_tests.strategies import Net, max_examples, nets
+from property_tests.test_gradients import assert_same_bits
 
 Groups = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A model and both plans, their groups going round so many ranks."""
+    """A model, and both plans, whose groups go round `ranks` ranks."""
 
     net: Net
     forward: Groups
@@ -34,7 +34,7 @@ class Run:
 
 @st.composite
 def groups(draw: st.DrawFn, stages: int) -> Groups:
-    """Stages 0..n-1 cut into groups of neighbours."""
+    """Cut stages 0..n-1 into groups of neighbours."""
     cuts = sorted(draw(st.sets(st.integers(1, stages - 1)))) if stages > 1 else []
     return [[*range(start, end)] for start, end in pairwise([0, *cuts, stages])] if stages else []
 
@@ -49,24 +49,24 @@ def runs(draw: st.DrawFn) -> Run:
     return Run(net, forward, backward[::-1], ranks, draw(st.integers(1, 3)))
 
 
-@few(10)
+@max_examples(10)
 @given(runs())
 def test_gradients_do_not_depend_on_the_plans(run: Run):
     params, batch = run.net.params(), run.net.batch(run.microbatches + 1)
     expected = fpipe.reference(run.net.model, params, batch, microbatches=run.microbatches)
-    again = fpipe.communicate(again={"params": lambda op: op.kind == "F"})
-    program = fpipe.chain(again, fpipe.free())(run.program)
-    assert same_bits(fpipe.build(program, run.net.model)(params, batch), expected.loss, expected.grads)
+    resend = fpipe.communicate(again={"params": lambda op: op.kind == "F"})
+    program = fpipe.chain(resend, fpipe.free())(run.program)
+    assert assert_same_bits(fpipe.build(program, run.net.model)(params, batch), expected.loss, expected.grads)
 
 
 @given(runs())
-def test_what_is_recomputed_lives_for_one_group_and_microbatch(run: Run):
-    """At the end of each microbatch of a backward group every residual of its rank has been used."""
-    held: dict[int, set[object]] = {}
+def test_residuals_live_for_one_group_and_microbatch(run: Run):
+    """After each microbatch of a backward group, its rank holds no residual."""
+    residuals_by_rank: dict[int, set[object]] = {}
     for op in run.program.ops:
-        mine = held.setdefault(op.rank, set())
-        mine |= {value for value in op.writes if value.name == "res"}
-        mine -= set(op.reads)
+        residuals = residuals_by_rank.setdefault(op.rank, set())
+        residuals |= {value for value in op.writes if value.name == "res"}
+        residuals -= set(op.reads)
         group = next(group for group in run.backward if (op.stage or 0) in group)
         if op.kind == "B" and op.stage == group[0]:
-            assert not mine
+            assert not residuals

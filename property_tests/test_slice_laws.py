@@ -1,4 +1,4 @@
-"""Sequences in slices, and values that wait elsewhere: whatever the order and the policies, the bits are the same."""
+"""Laws of slices and offloading: whatever the order and the policies, the bits are equal."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 import fpipe
 from fpipe.program import Program
 from fpipe.tree import leaves
-from property_tests.strategies import DrawnProgram, few, legal_tables, plans, tiny
+from property_tests.strategies import DrawnProgram, legal_tables, max_examples, plans, tiny
 
 Body = Literal["sums", "attention", "recurrent", "alone"]
 
 
 def sums(p: dict[str, Tensor], x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What is handed on is part of the output, too."""
+    """Compute running sums, whose last row is the carry and part of the output too."""
     total = torch.cumsum(x @ p["w"], 1) if carry is None else carry + torch.cumsum(x @ p["w"], 1)
     return torch.tanh(total + p["b"]), total[:, -1:]
 
@@ -28,21 +28,21 @@ def sums(p: dict[str, Tensor], x: Tensor, *, carry: Tensor | None) -> tuple[Tens
 def attention(
     p: dict[str, Tensor], x: Tensor, *, carry: tuple[Tensor, int] | None
 ) -> tuple[Tensor, tuple[Tensor, int]]:
-    """Keys that are values, and the number of positions so far, which is no tensor."""
+    """Attend with keys as values; the carry has the keys and the number of earlier positions, which is no tensor."""
     keys = x @ p["w"] if carry is None else torch.cat([carry[0], x @ p["w"]], 1)
-    seen = keys.shape[1] - x.shape[1]
-    later = torch.arange(keys.shape[1]) > torch.arange(seen, keys.shape[1])[:, None]
+    past = keys.shape[1] - x.shape[1]
+    later = torch.arange(keys.shape[1]) > torch.arange(past, keys.shape[1])[:, None]
     weights = torch.softmax((x @ keys.transpose(1, 2)).masked_fill(later, float("-inf")), -1)
     return x + weights @ keys * p["b"], (keys, keys.shape[1])
 
 
 def recurrent(p: dict[str, Tensor], x: Tensor, *, carry: dict[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
     h = torch.zeros_like(x[:, 0]) if carry is None else carry["h"]
-    found: list[Tensor] = []
-    for now in x.unbind(1):
-        h = torch.tanh(now @ p["w"] + h * p["b"])
-        found.append(h)
-    return torch.stack(found, 1), {"h": h}
+    states: list[Tensor] = []
+    for token in x.unbind(1):
+        h = torch.tanh(token @ p["w"] + h * p["b"])
+        states.append(h)
+    return torch.stack(states, 1), {"h": h}
 
 
 def alone(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Sliced:
         split = fpipe.split(self.microbatches, slices=self.slices)
         return fpipe.chain(split, *(steps[name]() for name in self.chain))(fpipe.program(self.model))
 
-    def given(self, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    def inputs(self, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         make = torch.Generator().manual_seed(self.seed)
         draw = lambda *shape: torch.randn(shape, generator=make, dtype=dtype) * 0.5  # noqa: E731
         params = tuple({"w": draw(4, 4), "b": draw(4)} for _ in self.bodies)
@@ -116,7 +116,7 @@ STEPS: dict[str, Callable[[], Callable[[Program], Program]]] = {
 
 
 @st.composite
-def sliced(draw: st.DrawFn) -> Sliced:
+def sliced_runs(draw: st.DrawFn) -> Sliced:
     bodies = tuple(draw(st.lists(st.sampled_from(list(BODIES)), min_size=1, max_size=3)))
     m, q = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     rows, length = m + draw(st.integers(0, 2)), q + draw(st.integers(0, 3))
@@ -129,36 +129,37 @@ def sliced(draw: st.DrawFn) -> Sliced:
     chain = draw(st.permutations(["schedule", *middle]))
     if not isinstance(table, int):
         chain = [*halves, *chain]
-    away = draw(st.sampled_from([(), ("offload()",), ("offload(lead=2)",)]))
-    last = draw(st.sampled_from([(), ("communicate()",), ("free()",), ("communicate()", "free()")]))
+    offloads = draw(st.sampled_from([(), ("offload()",), ("offload(lead=2)",)]))
+    lowering = draw(st.sampled_from([(), ("communicate()",), ("free()",), ("communicate()", "free()")]))
     reduction = draw(st.sampled_from(["mean", "sum", "count"]))
-    steps = (*chain, *away, "merge()", *last)
+    steps = (*chain, *offloads, "merge()", *lowering)
     traced = draw(st.sampled_from([False, False, True]))  # a trace for each slice of each body takes its time
     return Sliced(bodies, reduction, rows, length, m, q, steps, table, traced, draw(st.integers(0, 2**16)))
 
 
-@few(10)
-@given(sliced())
+@max_examples(10)
+@given(sliced_runs())
 def test_slices_have_the_gradients_of_a_sliced_reference(run: Sliced):
-    params, batch = run.given()
+    params, batch = run.inputs()
     assert Program.parse(str(run.program)) == run.program
-    found = fpipe.build(run.program, run.model, trace=run.trace)(params, batch)
+    actual = fpipe.build(run.program, run.model, trace=run.trace)(params, batch)
     expected = fpipe.reference(run.model, params, batch, microbatches=run.microbatches, slices=run.slices)
-    pairs = zip(*(leaves((r.loss, r.grads, r.outputs)) for r in (found, expected)), strict=True)
+    pairs = zip(*(leaves((r.loss, r.grads, r.outputs)) for r in (actual, expected)), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-@few(10)
-@given(sliced())
+@max_examples(10)
+@given(sliced_runs())
 def test_slices_are_the_undivided_sequence_to_rounding(run: Sliced):
-    params, batch = run.given(torch.float64)
-    found = fpipe.build(run.program, run.model, trace=run.trace)(params, batch)
-    whole = fpipe.reference(run.model, params, batch)
-    for one, other in zip(*(leaves((r.loss, r.grads, r.outputs)) for r in (found, whole)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    params, batch = run.inputs(torch.float64)
+    actual = fpipe.build(run.program, run.model, trace=run.trace)(params, batch)
+    undivided = fpipe.reference(run.model, params, batch)
+    pairs = zip(*(leaves((r.loss, r.grads, r.outputs)) for r in (actual, undivided)), strict=True)
+    for actual_leaf, expected_leaf in pairs:
+        torch.testing.assert_close(actual_leaf, expected_leaf, rtol=1e-10, atol=1e-12)
 
 
-@few(10)
+@max_examples(10)
 @given(
     plans(),
     st.sampled_from(["always", "worthwhile"]),
@@ -167,26 +168,26 @@ def test_slices_are_the_undivided_sequence_to_rounding(run: Sliced):
     st.booleans(),
 )
 def test_offloading_changes_no_bits(plan: DrawnProgram, policy: Any, cap: int | None, lead: int, partner: bool):
-    """Nor the order of the ops that a schedule names."""
+    """It keeps the order of a schedule's ops, too."""
     net, base = tiny(plan.takes), plan.program
-    to = (lambda rank: (rank + 1) % base.ranks) if partner and base.ranks > 1 else "host"
-    program = fpipe.offload(policy, cap=cap and least(base, cap, policy, lead), lead=lead, to=to)(base)
+    target = (lambda rank: (rank + 1) % base.ranks) if partner and base.ranks > 1 else "host"
+    program = fpipe.offload(policy, cap=cap and smallest_cap(base, cap, policy, lead), lead=lead, to=target)(base)
     fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
     assert program.table() == base.table()
-    one, other = (fpipe.build(made, net.model)(net.params(), net.batch(7)) for made in (base, program))
-    assert all(torch.equal(*pair) for pair in zip(leaves(one.grads), leaves(other.grads), strict=True))
+    results = (fpipe.build(variant, net.model)(net.params(), net.batch(7)) for variant in (base, program))
+    assert all(torch.equal(*pair) for pair in zip(*(leaves(result.grads) for result in results), strict=True))
 
 
 @given(plans(), st.sampled_from([1, 2, 3]))
-def test_a_cap_is_kept(plan: DrawnProgram, cap: int):
-    """Copies take no time here; what is recomputed is beside the point."""
+def test_offloading_keeps_a_cap(plan: DrawnProgram, cap: int):
+    """Copies take no time here, and nothing is recomputed."""
     base = DrawnProgram(plan.takes, plan.microbatches, frozenset(), plan.halved, plan.table).program
-    kept = least(base, cap)
-    assert max(fpipe.simulate(fpipe.offload(cap=kept)(base)).peak) <= kept
+    feasible_cap = smallest_cap(base, cap)
+    assert max(fpipe.simulate(fpipe.offload(cap=feasible_cap)(base)).peak) <= feasible_cap
 
 
-def least(base: Program, cap: float, policy: Any = "always", lead: int = 0) -> float:
-    """The cap, or what the error says is the least."""
+def smallest_cap(base: Program, cap: float, policy: Any = "always", lead: int = 0) -> float:
+    """Return the cap, or the smallest possible one, which the error names."""
     try:
         fpipe.offload(policy, cap=cap, lead=lead)(base)
     except fpipe.ProgramError as error:

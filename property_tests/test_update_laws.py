@@ -1,4 +1,4 @@
-"""Laws of programs that update: whatever the order, parameters are those of a plain loop with torch's optimizer."""
+"""Laws of updates: whatever the order, parameters equal a plain loop's with torch's optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import fpipe
 from property_tests.bits import is_same_gradient
 from property_tests.drawn_models import models
 from property_tests.stage_functions import LOSSES
-from property_tests.strategies import few, outputs, shared
+from property_tests.strategies import max_examples, outputs, shared
 from property_tests.test_shard_laws import model_of
 
 RULES: list[tuple[str, dict[str, Any]]] = [
@@ -31,72 +31,73 @@ SCHEDULES = ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "zbv", "du
 
 @st.composite
 def updates(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """A rule, and the words of an update by it."""
+    """Draw a rule and options for an update by it."""
     rule, settings = draw(st.sampled_from(RULES))
-    how = {"clip": draw(st.sampled_from([None, 0.01, 100.0]))} | settings
-    how["groups"] = draw(st.sampled_from([None, {"*b": {"lr_scale": 0.5}}]))
-    return rule, how
+    options = {"clip": draw(st.sampled_from([None, 0.01, 100.0]))} | settings
+    options["groups"] = draw(st.sampled_from([None, {"*b": {"lr_scale": 0.5}}]))
+    return rule, options
 
 
-WAYS = st.sampled_from(["", "late", "scaled"])
+VARIANTS = st.sampled_from(["", "late", "scaled"])
 
 
-def validated(how: dict[str, Any], way: str) -> dict[str, Any]:
-    """The words of an update, which waits for no norm if one is asked for `late`, or whose loss is scaled."""
-    late = {"validate": "after"} if how["clip"] is not None else {}
-    return how | {"": {}, "late": late, "scaled": {"loss_scale": {"growth_interval": 1}}}[way]
+def add_variant(options: dict[str, Any], variant: str) -> dict[str, Any]:
+    """Add the options of a variant: `late` does not wait for the norm, `scaled` scales the loss."""
+    after_options = {"validate": "after"} if options["clip"] is not None else {}
+    return options | {"": {}, "late": after_options, "scaled": {"loss_scale": {"growth_interval": 1}}}[variant]
 
 
-@few(12)
-@given(updates(), st.sampled_from(SCHEDULES), st.booleans(), st.integers(1, 3), WAYS)
-def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool, count: int, way: str):
-    rule, how = drawn[0], validated(drawn[1], way)
+@max_examples(12)
+@given(updates(), st.sampled_from(SCHEDULES), st.booleans(), st.integers(1, 3), VARIANTS)
+def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool, count: int, variant: str):
+    rule, options = drawn[0], add_variant(drawn[1], variant)
     model, params = model_of(4)
     torch.manual_seed(0)
     batches = [(torch.randn(8, 4), torch.randn(8)) for _ in range(count)]
     schedule, halves = fpipe.schedules.get(name)(2), [fpipe.split_backward()] * split
-    program = fpipe.chain(fpipe.split(4), *halves, schedule, fpipe.merge(), fpipe.update(rule, **how))
+    program = fpipe.chain(fpipe.split(4), *halves, schedule, fpipe.merge(), fpipe.update(rule, **options))
     program = fpipe.steps(count)(program(fpipe.program(model)))
     report = fpipe.verify(program, model, params, batches if count > 1 else batches[0], lr=[0.1, 0.05, 0.2][:count])
     assert report.bitwise, report
     assert fpipe.Program.parse(str(program)) == program
 
 
-@few(10)
+@max_examples(10)
 @given(updates(), st.integers(1, 4), st.sampled_from([0, 1, 2, "stash"]), st.booleans())
 def test_stale_steps_have_the_bits_of_a_loop_with_the_same_delays(drawn: Any, count: int, stale: Any, on_host: bool):
-    rule, how = drawn
+    rule, options = drawn
     model, params = model_of(3)
     torch.manual_seed(0)
     batches: Any = [(torch.randn(8, 4), torch.randn(8)) for _ in range(count)]
     batches = batches if count > 1 else batches[0]
-    before, after = (
+    on_host_first, pipelined_last = (
         [fpipe.schedules.roundpipe(2)] * on_host,
         [fpipe.schedules.one_f_one_b(3)] * (stale != 0 and not on_host),
     )
-    parts = fpipe.split(3), *before, fpipe.merge(outputs=False), fpipe.update(rule, **how)
-    program = fpipe.chain(*parts, fpipe.steps(count, stale=stale), *after)(fpipe.program(model))
+    parts = fpipe.split(3), *on_host_first, fpipe.merge(outputs=False), fpipe.update(rule, **options)
+    program = fpipe.chain(*parts, fpipe.steps(count, stale=stale), *pipelined_last)(fpipe.program(model))
     assert fpipe.verify(program, model, params, batches).bitwise
-    whole = fpipe.reference(model, params, batches, microbatches=3, steps=count, stale=stale, rule=rule, lr=0.01, **how)
-    found = fpipe.build(program, model)(params, batches, opt=fpipe.optimizer_state(program, params), lr=0.01)
-    for ours, theirs in zip(fpipe.tree.leaves(found.params), fpipe.tree.leaves(whole.params), strict=True):
-        assert torch.equal(ours, theirs)
+    steps = {"microbatches": 3, "steps": count, "stale": stale}
+    expected = fpipe.reference(model, params, batches, rule=rule, lr=0.01, **steps, **options)
+    actual = fpipe.build(program, model)(params, batches, opt=fpipe.optimizer_state(program, params), lr=0.01)
+    for leaves in zip(fpipe.tree.leaves(actual.params), fpipe.tree.leaves(expected.params), strict=True):
+        assert torch.equal(*leaves)
 
 
 REPLICAS: Any = st.sampled_from([1, 2, 3, (2, 2), (1, 3)])
 
 
-@given(updates(), REPLICAS, st.integers(1, 2), st.sampled_from(["step", "use"]), WAYS)
+@given(updates(), REPLICAS, st.integers(1, 2), st.sampled_from(["step", "use"]), VARIANTS)
 def test_replicas_that_share_parameters_update_them_as_one_device_does(
-    drawn: Any, replicas: Any, count: int, gather: Any, way: str
+    drawn: Any, replicas: Any, count: int, gather: Any, variant: str
 ):
-    rule, how = drawn[0], validated(drawn[1], way)
+    rule, options = drawn[0], add_variant(drawn[1], variant)
     model, params = model_of(4)
     torch.manual_seed(0)
     batches: Any = [(torch.randn(24, 4), torch.randn(24)) for _ in range(count)]
-    ways = [fpipe.shard(gather=gather), *[fpipe.data_parallel("replicate")] * isinstance(replicas, tuple)]
-    parts = fpipe.split(2), fpipe.schedules.interleaved(2), fpipe.merge(outputs=False), *ways
-    program = fpipe.chain(*parts, fpipe.update(rule, **how), fpipe.steps(count))(fpipe.program(model))
+    replications = [fpipe.shard(gather=gather), *[fpipe.data_parallel("replicate")] * isinstance(replicas, tuple)]
+    parts = fpipe.split(2), fpipe.schedules.interleaved(2), fpipe.merge(outputs=False), *replications
+    program = fpipe.chain(*parts, fpipe.update(rule, **options), fpipe.steps(count))(fpipe.program(model))
     report = fpipe.verify(program, model, params, batches if count > 1 else batches[0], replicas=replicas)
     assert report.bitwise, report
 
@@ -107,47 +108,48 @@ def test_a_clip_makes_no_step_shorter(name: str, ranks: int, update: float):
     stages = ranks * (2 if name in ("interleaved", "zbv") else 1)
     costs = fpipe.Costs(update=update)
 
-    def timeline(**how: Any) -> fpipe.Timeline:
+    def timeline(**options: Any) -> fpipe.Timeline:
         parts = fpipe.split(2 * ranks), fpipe.schedules.get(name)(ranks), fpipe.merge(outputs=False)
-        program = fpipe.chain(*parts, fpipe.update("SGD", **how), fpipe.steps(3))(fpipe.program(stages))
+        program = fpipe.chain(*parts, fpipe.update("SGD", **options), fpipe.steps(3))(fpipe.program(stages))
         return fpipe.simulate(program, costs)
 
-    free, late, clipped = timeline(), timeline(clip=1.0, validate="after"), timeline(clip=1.0)
-    assert free.makespan <= late.makespan <= clipped.makespan
-    assert late.redone == clipped.makespan
+    free, validated_later, clipped = timeline(), timeline(clip=1.0, validate="after"), timeline(clip=1.0)
+    assert free.makespan <= validated_later.makespan <= clipped.makespan
+    assert validated_later.redone == clipped.makespan
 
 
 @given(models(), updates(), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
-def test_right_steps_are_not_accused(net: Any, drawn: Any, count: int, microbatches: int, seed: int):
-    rule, how = drawn
+def test_compare_step_accepts_correct_steps(net: Any, drawn: Any, count: int, microbatches: int, seed: int):
+    rule, options = drawn
     params, batches = net.params(seed), [net.batch(8, seed + step) for step in range(count)]
     leaves, spec = fpipe.tree.flatten(params)
     assume(leaves)
-    now = [leaf.clone().requires_grad_() for leaf in leaves]
-    own = {key: value for key, value in how.items() if key not in ("clip", "groups")}
+    trained = [leaf.clone().requires_grad_() for leaf in leaves]
+    rule_options = {key: value for key, value in options.items() if key not in ("clip", "groups")}
     names = [name for stage in params for name in stage]
-    slow = [
-        [leaf for leaf, name in zip(now, names, strict=True) if (name[-1] == "b") is each] for each in (True, False)
-    ]
-    optimizer = getattr(torch.optim, rule)([{"params": some} for some in slow if some], lr=0.1, **own)
-    if slow[0] and how["groups"]:
+    named = list(zip(trained, names, strict=True))
+    leaf_groups = [[leaf for leaf, name in named if (name[-1] == "b") is is_bias] for is_bias in (True, False)]
+    groups = [{"params": group} for group in leaf_groups if group]
+    optimizer = getattr(torch.optim, rule)(groups, lr=0.1, **rule_options)
+    if leaf_groups[0] and options["groups"]:
         optimizer.param_groups[0]["lr"] = 0.05
     for x, target in batches:
         optimizer.zero_grad()
         counted = int((target[:, 0] > -0.5).sum()) or 1
-        for rows, wanted in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
-            loss = LOSSES[net.reduction](outputs(net, shared(net, fpipe.tree.unflatten(spec, now)), rows), wanted)
+        for rows, target_rows in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
+            y = outputs(net, shared(net, fpipe.tree.unflatten(spec, trained)), rows)
+            loss = LOSSES[net.reduction](y, target_rows)
             share = {"mean": 1 / microbatches, "sum": 1.0, "count": 1 / counted}[net.reduction]
             ((loss[0] if net.reduction == "count" else loss) * share).backward()
-        if how["clip"] is not None:
-            torch.nn.utils.clip_grad_norm_(now, how["clip"])
+        if options["clip"] is not None:
+            torch.nn.utils.clip_grad_norm_(trained, options["clip"])
         optimizer.step()
-    after = fpipe.tree.unflatten(spec, [leaf.detach() for leaf in now])
-    fpipe.compare_step(net.model, params, batches, after, rule=rule, lr=0.1, **how)
+    updated_params = fpipe.tree.unflatten(spec, [leaf.detach() for leaf in trained])
+    fpipe.compare_step(net.model, params, batches, updated_params, rule=rule, lr=0.1, **options)
 
 
 class Shuffled(nn.Module):
-    """Linear layers that run by their numbers and are registered in another order; the last of them never run.
+    """Linear layers that run in the order of their numbers, are registered in another, and do not all run.
 
     The last that runs may share the weight of the first. A layer computes in the dtype of its weight.
     """
@@ -166,23 +168,23 @@ class Shuffled(nn.Module):
         return x.float()
 
     def in_order_of_use(self) -> list[Tensor]:
-        """The gradients in the order in which the layers run."""
+        """Return the gradients in the order in which the layers run."""
         parameters = dict.fromkeys(leaf for layer in self.layers for leaf in layer.parameters())
         return [leaf.grad for leaf in parameters if leaf.grad is not None]
 
     def loss_of(self, named: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The loss as `from_loss` takes it, with a stage for each layer."""
-        first = {id(leaf): name for name, leaf in self.named_parameters()}
+        """Return the loss, with a boundary after each layer, for `from_loss`."""
+        name_by_id = {id(leaf): name for name, leaf in self.named_parameters()}
         x = batch[0]
         for layer in self.layers:
-            weights = {name: named[first[id(leaf)]] for name, leaf in layer.named_parameters()}
+            weights = {name: named[name_by_id[id(leaf)]] for name, leaf in layer.named_parameters()}
             x = fpipe.boundary(torch.tanh(torch.func.functional_call(layer, weights, (x.to(layer.weight.dtype),))))
         return nn.functional.mse_loss(x.float(), batch[1])
 
 
 @st.composite
 def shuffled(draw: st.DrawFn) -> tuple[Shuffled, tuple[Tensor, Tensor]]:
-    """A net with its gradients, whose norm has other bits in the order in which its parameters are used."""
+    """Draw a net with gradients whose norm has other bits in the order in which the layers run."""
     runs = draw(st.integers(3, 5))
     permutations = st.permutations(range(runs + draw(st.integers(0, 1))))
     registered = draw(permutations.filter(lambda order: order != sorted(order)))
@@ -201,10 +203,10 @@ def shuffled(draw: st.DrawFn) -> tuple[Shuffled, tuple[Tensor, Tensor]]:
 BUILT: list[dict[str, Any]] = [{}, {"trace": False}, {"runtime": "threads"}]
 
 
-@few(12)
+@max_examples(12)
 @given(shuffled(), st.integers(1, 3), st.sampled_from(["net", "loss"]), st.sampled_from(BUILT), st.booleans())
 def test_norms_are_stacked_in_the_order_of_the_net_however_it_is_cut(
-    drawn: tuple[Shuffled, tuple[Tensor, Tensor]], stages: int, door: str, how: dict[str, Any], is_sharded: bool
+    drawn: tuple[Shuffled, tuple[Tensor, Tensor]], stages: int, door: str, options: dict[str, Any], is_sharded: bool
 ):
     net, batch = drawn
     fresh = copy.deepcopy(net)
@@ -212,10 +214,10 @@ def test_norms_are_stacked_in_the_order_of_the_net_however_it_is_cut(
         model, params, _ = fpipe.from_module(fresh, stages, loss=nn.functional.mse_loss, example=batch)
     else:
         model, params = fpipe.from_loss(fresh.loss_of, dict(fresh.named_parameters()), batch)
-    ways = [fpipe.shard()] * is_sharded
-    parts = fpipe.split(1), fpipe.schedules.gpipe(len(model.stages)), fpipe.merge(outputs=False), *ways
+    sharding = [fpipe.shard()] * is_sharded
+    parts = fpipe.split(1), fpipe.schedules.gpipe(len(model.stages)), fpipe.merge(outputs=False), *sharding
     program = fpipe.chain(*parts, fpipe.update("SGD", clip=0.01, grads=True))(fpipe.program(model))
-    result = fpipe.build(program, model, **how)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.1)
+    result = fpipe.build(program, model, **options)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.1)
     assert fpipe.verify(program, model, params, batch, replicas=1 + is_sharded).bitwise
     grads = [leaf.grad for leaf in net.parameters() if leaf.grad is not None]
     squares = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()

@@ -1,5 +1,4 @@
-"""Everything at once: whatever a model is made of, however its batch is cut, whatever the chain of transforms and the
-schedule, a step is plain autograd, bit by bit."""
+"""Laws of whole steps: whatever the model, its batch, the transforms and the schedule, a step is plain autograd."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from fpipe.program import Program
 from fpipe.schedules.registry import about
 from property_tests.bits import bits
 from property_tests.chains import Chain, chains
-from property_tests.strategies import few
+from property_tests.strategies import max_examples
 from property_tests.whole_models import (
     DOORS,
     NORMS,
@@ -29,11 +28,11 @@ from property_tests.whole_models import (
     WRITE,
     Cut,
     Front,
-    Whole,
+    ModelRecipe,
     cuts,
+    model_recipes,
     of_layer,
     plain_step,
-    wholes,
 )
 
 IN_ORDER = ("gpipe", "one_f_one_b", "zb_h1")
@@ -41,9 +40,9 @@ IN_ORDER = ("gpipe", "one_f_one_b", "zb_h1")
 
 @dataclass(frozen=True)
 class Run:
-    """A model, how its batch is cut, and the chain of transforms that makes the program."""
+    """A recipe of a step: a model, the cut of its batch, and the chain of transforms of its program."""
 
-    whole: Whole
+    recipe: ModelRecipe
     cut: Cut
     chain: Chain
     stream: bool
@@ -57,58 +56,59 @@ class Run:
         return self.chain(self.cut.split(fpipe.program(model, input_grads=self.input_grads)), merge)
 
     @property
-    def made(self) -> tuple[fpipe.Model, Any, Any]:
-        """Model, parameters and state."""
-        return self.whole.made(self.cut.parts(self.batch)[0])
+    def built(self) -> tuple[fpipe.Model, Any, Any]:
+        """The model, its parameters and its state."""
+        return self.recipe.built(self.cut.parts(self.batch)[0])
 
     @property
     def batch(self) -> Any:
-        return self.cut.batch(self.seed, getattr(torch, self.whole.dtype))
+        return self.cut.batch(self.seed, getattr(torch, self.recipe.dtype))
 
     @property
     def key(self) -> int | None:
-        return self.seed if self.whole.draws else None
+        return self.seed if self.recipe.draws else None
 
     def joined(self, parts: list[Any]) -> Any:
-        """Outputs of each microbatch and slice as a step gives them."""
+        """Join the outputs of microbatches and slices as a step returns them."""
         if self.cut.slices > 1:
-            parts = [along(parts[at : at + self.cut.slices], 1) for at in range(0, len(parts), self.cut.slices)]
-        return parts if self.stream else along(parts, 0)
+            slices = self.cut.slices
+            parts = [concatenate(parts[start : start + slices], 1) for start in range(0, len(parts), slices)]
+        return parts if self.stream else concatenate(parts, 0)
 
 
-def along(parts: list[Any], dim: int) -> Any:
-    """Tensors put together; other leaves are the same in all."""
+def concatenate(parts: list[Any], dim: int) -> Any:
+    """Concatenate tensors; other leaves are equal in all parts."""
     return tree.tree_map(
-        lambda first, *more: torch.cat([first, *more], dim) if isinstance(first, Tensor) else first, *parts
+        lambda leaf, *leaves: torch.cat([leaf, *leaves], dim) if isinstance(leaf, Tensor) else leaf, *parts
     )
 
 
-def several(names: Iterable[str]) -> bool:
+def has_repeats(names: Iterable[str]) -> bool:
     return max(Counter(names).values(), default=0) > 1
 
 
 FEATURES: dict[str, Callable[[Run], bool]] = {
-    "modules": lambda run: run.whole.front == "modules",
-    "functions": lambda run: run.whole.front == "functions",
-    "one loss function": lambda run: run.whole.front == "loss",
-    "skip": lambda run: bool(run.whole.skips),
-    "one value, several readers": lambda run: several(skip.name for skip in run.whole.skips),
-    "the batch read later": lambda run: any(skip.out == -1 for skip in run.whole.skips),
-    "several outputs": lambda run: any(skip.inside for skip in run.whole.skips),
-    "a dict with integers and None": lambda run: "many" in run.whole.kinds,
-    "tied": lambda run: run.whole.layers.count("tied") > 1,
-    "used again": lambda run: "twice" in run.whole.kinds or run.whole.layers.count("reused") > 1,
-    "batch norm": lambda run: run.whole.training and not run.whole.kinds.isdisjoint(NORMS),
-    "buffers of its own": lambda run: run.whole.training and not run.whole.kinds.isdisjoint(WRITE - NORMS),
-    "dropout": lambda run: run.whole.draws,
-    "frozen": lambda run: bool(run.whole.still),
-    "loss of a middle stage": lambda run: bool(run.whole.losses),
-    "asks for its microbatch": lambda run: bool(run.whole.numbered),
-    "eval": lambda run: not run.whole.training,
-    "count": lambda run: run.whole.reduction == "count",
+    "modules": lambda run: run.recipe.front == "modules",
+    "functions": lambda run: run.recipe.front == "functions",
+    "one loss function": lambda run: run.recipe.front == "loss",
+    "skip": lambda run: bool(run.recipe.skips),
+    "one value, several readers": lambda run: has_repeats(skip.name for skip in run.recipe.skips),
+    "the batch read later": lambda run: any(skip.origin == -1 for skip in run.recipe.skips),
+    "several outputs": lambda run: any(skip.inside for skip in run.recipe.skips),
+    "a dict with integers and None": lambda run: "many" in run.recipe.kinds,
+    "tied": lambda run: run.recipe.layers.count("tied") > 1,
+    "used again": lambda run: "twice" in run.recipe.kinds or run.recipe.layers.count("reused") > 1,
+    "batch norm": lambda run: run.recipe.training and not run.recipe.kinds.isdisjoint(NORMS),
+    "buffers of its own": lambda run: run.recipe.training and not run.recipe.kinds.isdisjoint(WRITE - NORMS),
+    "dropout": lambda run: run.recipe.draws,
+    "frozen": lambda run: bool(run.recipe.frozen_names),
+    "loss of a middle stage": lambda run: bool(run.recipe.losses),
+    "asks for its microbatch": lambda run: bool(run.recipe.numbered),
+    "eval": lambda run: not run.recipe.training,
+    "count": lambda run: run.recipe.reduction == "count",
     "ragged rows": lambda run: len({*run.cut.rows}) > 1,
     "ragged lengths": lambda run: len({*run.cut.lengths[: run.cut.microbatches]}) > 1,
-    "cut already": lambda run: run.cut.how == "presplit",
+    "cut already": lambda run: run.cut.mode == "presplit",
     "whole and Chunk(1) leaves": lambda run: run.cut.spec,
     "slices": lambda run: run.cut.slices > 1,
     "gradients of inputs": lambda run: run.input_grads,
@@ -116,114 +116,114 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
     "I and W": lambda run: any("split_backward" in name for name in run.chain.steps),
     "offload": lambda run: any("offload" in name for name in run.chain.steps),
     "several ranks": lambda run: run.chain.ranks > 1,
-    "an order of its own": lambda run: not run.chain.named,
-    "a published schedule": lambda run: run.chain.named and run.chain.schedule[0] not in IN_ORDER,
+    "an order of its own": lambda run: not run.chain.grads_by_name,
+    "a published schedule": lambda run: run.chain.grads_by_name and run.chain.schedule[0] not in IN_ORDER,
     "traced": lambda run: run.trace,
 }
 
 
 @st.composite
 def runs(draw: st.DrawFn, undivided: bool = False, front: Front | None = None) -> Run:
-    whole, cut = draw(wholes(undivided, front)), draw(cuts(undivided))
-    if whole.front in ONE_SHAPE:
+    recipe, cut = draw(model_recipes(undivided, front)), draw(cuts(undivided))
+    if recipe.front in ONE_SHAPE:
         cut = replace(cut, lengths=cut.lengths[:1], slices=1, spec=False)
-    n, m = len(whole.stages), cut.microbatches
+    n, m = len(recipe.stages), cut.microbatches
     ranks = draw(st.integers(1, n))
     served = [
         name
-        for name in (("seq1f1b",) if cut.slices > 1 else IN_ORDER if whole.in_order else fpipe.schedules.names())
+        for name in (("seq1f1b",) if cut.slices > 1 else IN_ORDER if recipe.in_order else fpipe.schedules.names())
         if about(name).refuses(ranks, n, m) is None
         and (name != "seq1f1b" or cut.slices > 1)
         and (name != "hanayo" or n == 2 * ranks)
     ]
     named = st.sampled_from(served).map(lambda name: (name, ranks))
-    base = fpipe.split(m, slices=cut.slices)(fpipe.program(n, inputs=[whole.sources(stage) for stage in range(n)]))
+    base = fpipe.split(m, slices=cut.slices)(fpipe.program(n, inputs=[recipe.sources(stage) for stage in range(n)]))
     return Run(
-        whole,
+        recipe,
         cut,
-        draw(chains(base, named, tables=not whole.in_order, away=True)),
-        cut.how == "presplit" or draw(st.sampled_from([False, False, True])),
+        draw(chains(base, named, tables=not recipe.in_order, offloads=True)),
+        cut.mode == "presplit" or draw(st.sampled_from([False, False, True])),
         draw(st.booleans()),
-        draw(st.sampled_from([True, True, False])) and not (whole.in_order and "mean norm" in whole.kinds),
+        draw(st.sampled_from([True, True, False])) and not (recipe.in_order and "mean norm" in recipe.kinds),
         draw(st.integers(0, 99)),
     )
 
 
 @pytest.mark.parametrize("door", DOORS)
-@few(4)
+@max_examples(4)
 @given(st.data())
-def test_every_door_gives_the_nets_own_gradient(door: str, data: st.DataObject):
+def test_every_front_door_gives_the_gradients_of_plain_autograd(door: str, data: st.DataObject):
     """The bits of plain autograd over the layers, whatever the model, the batch, the chain and the schedule."""
     run = data.draw(runs(front=DOORS[door]))
-    for name, found in FEATURES.items():
-        if found(run):
+    for name, has_feature in FEATURES.items():
+        if has_feature(run):
             event(name)
     batch, cut = run.batch, run.cut
-    model, params, state = run.made
+    model, params, state = run.built
     program = run.program(model)
     assert Program.parse(str(program)) == program
-    found = fpipe.build(program, model, trace=run.trace)(params, batch, state=state, key=run.key)
-    right = plain_step(run.whole, cut, batch, run.key)
-    assert bits(found.loss) == bits(right.loss)
-    for name, grad in run.whole.named(model, found.grads).items():
-        assert bits(grad) == bits(right.grads[name]), name
+    result = fpipe.build(program, model, trace=run.trace)(params, batch, state=state, key=run.key)
+    expected = plain_step(run.recipe, cut, batch, run.key)
+    assert bits(result.loss) == bits(expected.loss)
+    for name, grad in run.recipe.grads_by_name(model, result.grads).items():
+        assert bits(grad) == bits(expected.grads[name]), name
     if run.input_grads:
-        assert bits(found.input_grads) == bits(right.input_grads)
-    if run.whole.front == "loss":  # outputs are what the loss reads
+        assert bits(result.input_grads) == bits(expected.input_grads)
+    if run.recipe.front == "loss":  # outputs are what the loss reads
         return
-    assert bits(found.outputs) == bits(run.joined(right.outputs))
-    remembered = {of_layer(name): buffer for stage in found.state or () for name, buffer in stage.items()}
+    assert bits(result.outputs) == bits(run.joined(expected.outputs))
+    remembered = {of_layer(name): buffer for stage in result.state or () for name, buffer in stage.items()}
     assert {name: bits(buffer) for name, buffer in remembered.items()} == {
-        name: bits(buffer) for name, buffer in right.state.items() if run.whole.remembers
+        name: bits(buffer) for name, buffer in expected.state.items() if run.recipe.remembers
     }
-    rows = [aux["rows"] for aux in right.aux]
-    assert bits(found.aux) == bits(right.aux) if run.stream else found.aux["rows"] == sum(rows)
+    rows = [aux["rows"] for aux in expected.aux]
+    assert bits(result.aux) == bits(expected.aux) if run.stream else result.aux["rows"] == sum(rows)
 
 
-@few(4)
+@max_examples(4)
 @given(runs().filter(lambda run: run.trace))
 def test_every_step_is_the_reference_on_threads_too(run: Run):
-    model, params, state = run.made
+    model, params, state = run.built
     program = run.program(model)
     assert fpipe.verify(program, model, params, run.batch, state=state, key=run.key).bitwise
-    one, other = (
+    local_result, threaded_result = (
         fpipe.build(program, model, runtime=runtime)(params, run.batch, state=state, key=run.key)
         for runtime in ("local", "threads")
     )
     for name in ("loss", "grads", "outputs", "state", "input_grads", "aux"):
-        assert bits(getattr(one, name)) == bits(getattr(other, name)), name
+        assert bits(getattr(local_result, name)) == bits(getattr(threaded_result, name)), name
 
 
-@few(4)
+@max_examples(4)
 @given(runs(), st.booleans())
-def test_evaluation_is_the_training_forward(run: Run, sent: bool):
-    model, params, state = run.made
-    trains = replace(run, chain=run.chain.without("communicate()").without("free()")).program(model)
-    steps = (fpipe.forward_only(), *((fpipe.communicate(), fpipe.free()) if sent else ()))
+def test_evaluation_is_the_training_forward(run: Run, is_lowered: bool):
+    model, params, state = run.built
+    trains = replace(run, chain=run.chain.without_step("communicate()").without_step("free()")).program(model)
+    steps = (fpipe.forward_only(), *((fpipe.communicate(), fpipe.free()) if is_lowered else ()))
     program = fpipe.chain(*steps)(trains)
     assert not {op.kind for op in program.ops} & {"B", "I", "W", "R", "OFFLOAD", "LOAD"}
     assert {value.name for op in program.ops for value in op.writes}.isdisjoint({"res", "wres", "g", "dx"})
-    one, other = (
-        fpipe.build(made, model, trace=run.trace)(params, run.batch, state=state, key=run.key)
-        for made in (trains, program)
+    training_result, evaluation_result = (
+        fpipe.build(variant, model, trace=run.trace)(params, run.batch, state=state, key=run.key)
+        for variant in (trains, program)
     )
-    assert other.grads is other.input_grads is None
+    assert evaluation_result.grads is evaluation_result.input_grads is None
     for name in ("loss", "outputs", "aux"):
-        assert bits(getattr(one, name)) == bits(getattr(other, name)), name
+        assert bits(getattr(training_result, name)) == bits(getattr(evaluation_result, name)), name
 
 
-@few(5)
+@max_examples(5)
 @given(runs(undivided=True))
 def test_every_step_is_close_to_the_undivided_batch(run: Run):
-    model, params, _ = run.made
-    found = fpipe.build(run.program(model), model, trace=run.trace)(params, run.batch)
-    whole = plain_step(run.whole, Cut((sum(run.cut.rows),), spec=run.cut.spec), run.batch)
-    torch.testing.assert_close(found.loss, whole.loss, rtol=1e-10, atol=1e-12)
-    for name, grad in run.whole.named(model, found.grads).items():
-        torch.testing.assert_close(grad, whole.grads[name], rtol=1e-10, atol=1e-12)
+    model, params, _ = run.built
+    result = fpipe.build(run.program(model), model, trace=run.trace)(params, run.batch)
+    expected = plain_step(run.recipe, Cut((sum(run.cut.rows),), spec=run.cut.spec), run.batch)
+    torch.testing.assert_close(result.loss, expected.loss, rtol=1e-10, atol=1e-12)
+    for name, grad in run.recipe.grads_by_name(model, result.grads).items():
+        torch.testing.assert_close(grad, expected.grads[name], rtol=1e-10, atol=1e-12)
 
 
-APART = {
+EXCLUSIVE = {
     ("a published schedule", "an order of its own"),
     ("asks for its microbatch", "modules"),
     ("batch norm", "eval"),
@@ -236,23 +236,22 @@ APART = {
     *((name, "one loss function") for name in ("asks for its microbatch", "loss of a middle stage")),
     *(("one loss function", name) for name in ("ragged lengths", "slices", "whole and Chunk(1) leaves")),
 }
-"""What is not drawn together: opposites, what only functions can say or one loss function cannot, and slices of what
-has its rows elsewhere."""
+"""Pairs that cannot meet: opposites, features that one front door lacks, and slices with rows outside dim 0."""
 
 
-def test_the_grammar_draws_everything_together():
-    """Each feature in a tenth of what is drawn or more, and 95 % of all pairs that can meet in 200 draws."""
+def test_the_grammar_draws_most_pairs_of_features():
+    """In 200 draws, each feature is in at least a tenth, and 95 % of all possible pairs meet."""
     drawn: list[frozenset[str]] = []
 
     @settings(max_examples=200, phases=[Phase.generate], derandomize=True, database=None)
     @given(runs())
     def draw(run: Run) -> None:
-        drawn.append(frozenset(name for name, found in FEATURES.items() if found(run)))
+        drawn.append(frozenset(name for name, has_feature in FEATURES.items() if has_feature(run)))
 
     draw()
     counts = Counter(name for features in drawn for name in features)
     assert not [name for name in FEATURES if counts[name] * 10 < len(drawn)]
-    pairs = {*combinations(sorted(FEATURES), 2)} - APART
+    pairs = {*combinations(sorted(FEATURES), 2)} - EXCLUSIVE
     met = {pair for features in drawn for pair in combinations(sorted(features), 2)}
-    assert not met & APART
+    assert not met & EXCLUSIVE
     assert len(pairs & met) > 0.95 * len(pairs), pairs - met
