@@ -60,7 +60,6 @@ def pipelined_step(net: nn.Sequential, batch: tuple[Tensor, Tensor], *transforms
 
 
 def threaded_step(net: nn.Sequential, batch: tuple[Tensor, Tensor], devices: list[str]) -> Step:
-    """Build a step with a thread for each stage, on its device."""
     net = copy.deepcopy(net)
     size = len(net) // STAGES
     for number, device in enumerate(devices):

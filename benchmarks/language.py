@@ -16,7 +16,6 @@ import fpipe
 
 
 def build(ranks: int, microbatches: int) -> fpipe.Program:
-    """Build the measured program: a step, split and scheduled."""
     pipeline = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.one_f_one_b(ranks))
     return pipeline(fpipe.program(ranks))
 
@@ -62,7 +61,6 @@ def simulation_floor(program: fpipe.Program) -> float:
 
 
 def measure_size(ranks: int, microbatches: int) -> None:
-    """Print the seconds and the peak memory of one size."""
     start = time.process_time()
     program = build(ranks, microbatches)
     built = time.process_time()

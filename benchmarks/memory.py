@@ -73,7 +73,6 @@ def measure_eager(block: Block, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def measure_torch(block: Block, shape: tuple[int, ...]) -> int:
-    """Measure the bytes that torch's runtime holds between its two halves of the backward."""
     block.zero_grad()
     with Meter() as meter:
         x = torch.randn(shape).requires_grad_()

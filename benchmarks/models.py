@@ -262,7 +262,7 @@ def compare_dropout(rounds: int, stages: int = 8) -> None:
     times = rounds_of(steps, rounds)
     ops = stages * MICROBATCHES
 
-    def more(library: str) -> float:
+    def cost(library: str) -> float:
         lowest = (min(took[f"{library} {variant}"] for took in times) for variant in ("dropout", "none"))
         return (next(lowest) - next(lowest)) / ops * 1e6
 
@@ -271,8 +271,8 @@ def compare_dropout(rounds: int, stages: int = 8) -> None:
     seed = make_seeder(2, 3)
     folding = min(repeat(lambda: seed(1), number=10_000, repeat=5)) * 100
     print(
-        f"{'dropout, for each F and its B':34} eager {more('eager'):.2f} us more than none, fpipe {more('fpipe'):.2f}; "
-        f"so the key costs {against(more('fpipe') - more('eager'), 3.0)} us. The generator's manual_seed alone takes "
+        f"{'dropout, for each F and its B':34} eager {cost('eager'):.2f} us more than none, fpipe {cost('fpipe'):.2f}; "
+        f"so the key costs {against(cost('fpipe') - cost('eager'), 3.0)} us. The generator's manual_seed alone takes "
         f"{seeding:.2f} us, fold_in {folding:.2f} us"
     )
 

@@ -49,7 +49,7 @@ SCHEDULES = {
 
 
 class Delay:
-    """Work of a transport that takes `seconds` for each exchange, one after the other."""
+    """Work of a transport that delays each exchange by `seconds` and runs one at a time."""
 
     seconds, free = 0.0, 0.0
 

@@ -230,7 +230,6 @@ def compare(rank: int, name: str, schedule: str, rounds: int) -> dict[str, float
 
 
 def clean(samples: list[tuple[float, float]]) -> list[float]:
-    """Return the seconds of rounds in which no thread waited for a core."""
     return [seconds for seconds, waited in samples if waited < 0.05]
 
 
@@ -254,7 +253,6 @@ def report(name: str, schedule: str, bubble: float, times: dict[str, list[tuple[
 
 
 def print_summary(times_by_net: dict[str, dict[str, dict[str, float]]]) -> None:
-    """Print each ratio with its goal."""
     print()
     for name, times in times_by_net.items():
         for (step, base), reach in BEST.get(name, {}).items():

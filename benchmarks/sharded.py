@@ -54,13 +54,11 @@ COMPARED = 12
 
 
 def mlp(width: int, layers: int) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Build linear layers, and a batch of one replica."""
     net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
     return net, *(torch.randn(32 * MICROBATCHES, width) for _ in range(2))
 
 
 def gpt(width: int, blocks: int) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Build attention blocks, and a batch of one replica."""
     net = nn.Sequential(*(Block(width) for _ in range(blocks)))
     return net, *(torch.randn(2 * MICROBATCHES, 64, width) for _ in range(2))
 
@@ -283,8 +281,8 @@ def measure_memory(rank: int, kind: str, name: str, steps: dict[str, Step], roun
     peak = torch.tensor(max(grown), device=kind)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank == 0:
-        told = PREDICTED.get(variant)
-        note = f", sizes said {told:.0f} ({peak / told:.2f} of it)" if told else ""
+        expected = PREDICTED.get(variant)
+        note = f", sizes said {expected:.0f} ({peak / expected:.2f} of it)" if expected else ""
         print(f"{name:<14} {variant:<18} grows by {peak:.0f} MiB{note}", flush=True)
 
 

@@ -180,7 +180,6 @@ def floor(step: Step) -> Step:
 
 
 def rounds_of(steps: dict[str, Step], rounds: int) -> list[dict[str, float]]:
-    """Return the seconds of each step, round by round."""
     for step in steps.values():
         for _ in range(5):
             step()
@@ -217,7 +216,6 @@ def against(value: float, reach: float) -> str:
 
 
 def compare(name: str, case: Case, reach: float, reach_split: float, rounds: int, torchs: bool) -> None:
-    """Print how all steps of one net compare."""
     net, x, target = case
     steps: dict[str, Step] = {
         "eager": eager(net, x, target),

@@ -38,7 +38,7 @@ State = tuple[dict[str, Tensor], ...]
 
 @dataclass
 class Story:
-    """The record of a training: both losses by step, both accuracies on test digits by epoch, and what is equal."""
+    """The record of a training: losses by step, accuracies on test digits by epoch, and comparisons."""
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     accuracy: list[tuple[float, float]] = field(default_factory=list)
@@ -164,7 +164,7 @@ def same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
 
 
 def draw(story: Story, net: nn.Module, test_set: Batch, file: Path) -> None:
-    """Draw losses, accuracy, and the digits of which the net is least sure, with its guesses."""
+    """Draw losses, accuracy, and the digits with the least certain guesses."""
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[1.2, 1])
     for axes, values, title, along in zip(

@@ -111,7 +111,6 @@ def init_weight(name: str, weight: Tensor) -> Any:
 
 
 def step_of(model: fpipe.Model, ranks: int, microbatches: int, *transforms: Any) -> fpipe.Program:
-    """Build the step of one replica."""
     order = fpipe.schedules.one_f_one_b(ranks)
     return fpipe.chain(fpipe.split(microbatches), *transforms, order, fpipe.merge(outputs=False))(fpipe.program(model))
 

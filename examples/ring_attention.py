@@ -37,7 +37,6 @@ def attend(query: Tensor, key_and_value: Pair) -> Pair:
 
 
 def attend_first_slice(params: Params, x: tuple[Tensor, Pair]) -> Pair:
-    """Attend to this process's own slice."""
     return attend(*x)
 
 

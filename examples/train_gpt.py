@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, console: Console) -> tuple[int, int]:
-    """Train on one rank; return the number of steps, and at how many of them the loss was that of one process."""
+    """Train on one rank; return the number of steps, and the number whose loss was that of one process."""
     replicas, ranks, stop = options.replicas, dist.get_world_size() // options.replicas, options.stop or options.steps
     mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
     replica, rank, shows = mesh.get_local_rank("dp"), mesh.get_local_rank("pp"), dist.get_rank() == 0

@@ -39,7 +39,6 @@ class Chain:
 
     @property
     def named(self) -> bool:
-        """Whether the schedule has a name."""
         return isinstance(self.schedule[0], str)
 
     @property
@@ -69,10 +68,10 @@ def chains(
     split: Program,
     named: st.SearchStrategy[tuple[str, int]],
     tables: bool = True,
-    offloads: bool = False,
+    offload: bool = False,
 ) -> Chain:
     """Draw a chain for a program that is split: under a schedule that has a name, or (`tables`) in an order of its own
-    of F, I and W; and whether residuals wait elsewhere (`offloads`)."""
+    of F, I and W; and whether residuals wait elsewhere (`offload`)."""
     steps = ["merge()", *draw(st.lists(st.sampled_from([*MIDDLE]), max_size=3, unique=True))]
     if tables and draw(st.booleans()):
         schedule = draw(legal_tables(fpipe.split_backward()(split)))
@@ -83,7 +82,7 @@ def chains(
     else:
         schedule = draw(named)
         steps = draw(st.permutations(["schedule", *steps]))
-    if offloads and draw(st.booleans()):
+    if offload and draw(st.booleans()):
         steps.insert(steps.index("schedule") + 1, draw(st.sampled_from([*OFFLOADS])))
     lowering = draw(st.sampled_from([(), ("communicate()",), ("free()",), ("communicate()", "free()")]))
     return Chain((*steps, *lowering), schedule)
@@ -105,7 +104,6 @@ class Run:
 
     @property
     def inputs(self) -> tuple[Any, Any]:
-        """Parameters and a batch."""
         return self.net.params(self.seed), self.net.batch(self.rows, self.seed)
 
 

@@ -43,7 +43,6 @@ class Net:
 
     @property
     def stages(self) -> tuple[DrawnStage, ...]:
-        """The recipes of its stages."""
         return tuple(replace(BODIES[body], dtype=self.dtype) if isinstance(body, str) else body for body in self.bodies)
 
     @property
@@ -77,7 +76,6 @@ def _model(net: Net) -> Model:
 
 
 def model_of(net: Net, functions: Sequence[Callable[..., Any]]) -> Model:
-    """Build a recipe's model from other stage functions."""
     return from_functions(functions, LOSSES[net.reduction], inputs=net.takes, ties=net.ties, reduction=net.reduction)
 
 

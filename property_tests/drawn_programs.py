@@ -125,7 +125,6 @@ class DrawnProgram:
 
     @property
     def split(self) -> Transform:
-        """The transform that cuts the batch."""
         return split(self.microbatches)
 
     @property
@@ -140,7 +139,6 @@ class DrawnProgram:
 
     @property
     def program(self) -> Program:
-        """The program under all transforms."""
         return chain(self.split, *self.transforms.values())(self.base)
 
 

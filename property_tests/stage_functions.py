@@ -39,7 +39,6 @@ LAYERS: dict[str, Layer] = {}
 
 
 def row(name: str, apply: Callable[[Params, Tensor], Tensor], in_place: bool = False, **shapes: Any) -> None:
-    """Give a layer its name."""
     LAYERS[name] = Layer(apply, shapes, in_place)
 
 
@@ -185,7 +184,6 @@ class DrawnStage:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """The shapes of its parameters, by name."""
         return dict(_shapes(self.layers))
 
     @property
@@ -208,7 +206,6 @@ class DrawnStage:
         return RETURNS[self.returns](p, first_input, _apply_layers(self.layers, p, "", h))
 
     def params(self, seed: int = 0) -> Params:
-        """Draw the parameters, by name."""
         make = torch.Generator().manual_seed(seed)
         dtype, params = getattr(torch, self.dtype), Params()
         for name, shape in self.shapes.items():

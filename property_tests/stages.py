@@ -383,7 +383,6 @@ def recipes(
 
 @st.composite
 def stacks(draw: st.DrawFn, max_stages: int = 4) -> Net:
-    """Draw models of random stages."""
     takes = draw(dags(st.integers(1, max_stages)))
     width, time = draw(WIDTHS), draw(st.sampled_from([0, 0, 3]))
     recipe = recipes(st.just(width), st.just(time), ANY_DTYPE if draw(st.booleans()) else st.just(draw(ANY_DTYPE)))

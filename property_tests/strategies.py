@@ -75,11 +75,12 @@ def plain_autograd(
     Bits depend on the order of sums. So a stage reads an alias of another's output, and each use of a tied leaf is a
     leaf of its own; their gradients are added by stage at the end.
     """
-    full = shared(net, params)
-    leaves_by_stage = [{name: leaf.clone().requires_grad_() for name, leaf in stage.items()} for stage in full]
+    stage_leaves = [
+        {name: leaf.clone().requires_grad_() for name, leaf in stage.items()} for stage in shared(net, params)
+    ]
     rows, loss, count = len(batch[0]), None, torch.tensor(0)
     for x, target in zip(*(leaf.tensor_split(microbatches) for leaf in batch), strict=True):
-        part_loss = LOSSES[net.reduction](outputs(net, leaves_by_stage, x, aliased), target)
+        part_loss = LOSSES[net.reduction](outputs(net, stage_leaves, x, aliased), target)
         if net.reduction == "count":
             part_loss, counted = part_loss
             count = count + counted
@@ -89,7 +90,7 @@ def plain_autograd(
         loss = share.detach() if loss is None else loss + share.detach()
     assert loss is not None
     divisor = (count if count != 0 else 1) if net.reduction == "count" else None
-    grads: list[dict[str, Any]] = [{name: leaf.grad for name, leaf in stage.items()} for stage in leaves_by_stage]
+    grads: list[dict[str, Any]] = [{name: leaf.grad for name, leaf in stage.items()} for stage in stage_leaves]
     for group in net.ties:
         owner, name = group[0]
         uses = [grads[reader].pop(leaf) for reader, leaf in sorted(group)]

@@ -59,8 +59,8 @@ def test_a_step_on_dual_numbers_gives_derivative_gradient_and_hessian_product(ru
 @given(runs(DOUBLE))
 def test_the_hessian_is_symmetric(run: Run):
     tangent, other_tangent = run.net.params(run.seed + 1), run.net.params(run.seed + 2)
-    products = [step_on_duals(run, direction)[1] for direction in (tangent, other_tangent)]
-    assert is_close(dot(tangent, products[1]), dot(other_tangent, products[0]))
+    products = (step_on_duals(run, direction)[1] for direction in (other_tangent, tangent))
+    assert is_close(*map(dot, (tangent, other_tangent), products))
 
 
 def dot(tensors: Any, others: Any) -> Tensor:

@@ -36,8 +36,7 @@ def test_two_processes_give_the_bits_of_one(pair: Processes, run: whole_laws.Run
 
 
 def differences_from_one_device(rank: int, run: Run) -> list[str]:
-    """Return the names of results that differ from plain autograd over all rows: in a bit, or where sums may have
-    another order, beyond rounding."""
+    """Return the results that differ from plain autograd: in a bit if sums have one order, else beyond rounding."""
     mesh, replica, pp_rank = meshed()
     net, params, batch = run.net, run.net.params(run.seed), run.net.batch(2 * run.rows, run.seed)
     replicated = fpipe.chain(fpipe.merge(), fpipe.data_parallel())

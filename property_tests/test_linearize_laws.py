@@ -51,9 +51,8 @@ class Newborn(TorchDispatchMode):
 @max_examples(10)
 @given(recipes(), ROWS, SEED)
 def test_the_four_functions_compute_what_plain_autograd_does(recipe: DrawnStage, rows: int, seed: int):
-    """The bits are equal, with no more work or memory, apart from two exceptions. Autograd runs unread layers, and
-    recomputes values that its backward does not need. An op in place is a new tensor in a trace, which may keep both
-    versions."""
+    """With equal bits, and no more work or memory. But autograd also runs unread layers, and a trace may keep two
+    versions of a tensor that an op changes in place."""
 
     def make_inputs() -> tuple[Any, Any]:
         return recipe.params(seed), recipe.input(rows, seed)
@@ -113,7 +112,6 @@ def test_only_inputs_of_w_are_alive_after_i(recipe: DrawnStage, rows: int, seed:
 
 
 def result_bits(result: fpipe.Result) -> dict[str, Any]:
-    """Return the bits of a result, by name."""
     return {
         name + path: bits(leaf)
         for name in ("loss", "grads", "outputs")

@@ -80,7 +80,6 @@ scales = st.sampled_from([1e-6, 1e-3, 0.37, 3.0, 100.0])
 
 
 def scale_costs(costs: fpipe.Costs, factor: float) -> fpipe.Costs:
-    """Return the costs in another unit."""
     parts: Any = (costs.forward, costs.backward_input, costs.backward_weight)
     scaled = ([cost * factor for cost in stage_costs] for stage_costs in parts)
     return fpipe.Costs(*scaled, transfer=costs.transfer * factor)
@@ -135,8 +134,7 @@ def searches(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=200 if DEEP else 3)
 @given(case=searches())
 def test_a_search_beats_named_schedules_keeps_its_cap_and_round_trips(case: dict[str, Any]):
-    """Beyond four microbatches a rank, the search finds an order of fewer microbatches and repeats it. One seed gives
-    one result."""
+    """Beyond four microbatches a rank, it searches and repeats a shorter step. One seed gives one result."""
     search = never_worse(**case)
     schedule, program = search.schedule, search.program
     assert (

@@ -203,7 +203,6 @@ def test_an_exchange_on_its_lane_delays_no_op(plan: DrawnProgram, exchanges: set
 
 
 def with_exchanges(program: Program, stages: set[int]) -> Program:
-    """Turn these stages into exchanges."""
 
     def exchanging(op: fpipe.Op) -> fpipe.Op:
         is_exchanged = op.kind in "FRBIW" and op.stage in stages

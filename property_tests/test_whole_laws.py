@@ -57,7 +57,6 @@ class Run:
 
     @property
     def built(self) -> tuple[fpipe.Model, Any, Any]:
-        """The model, its parameters and its state."""
         return self.recipe.built(self.cut.parts(self.batch)[0])
 
     @property
@@ -141,7 +140,7 @@ def runs(draw: st.DrawFn, undivided: bool = False, front: Front | None = None) -
     return Run(
         recipe,
         cut,
-        draw(chains(base, named, tables=not recipe.in_order, offloads=True)),
+        draw(chains(base, named, tables=not recipe.in_order, offload=True)),
         cut.mode == "presplit" or draw(st.sampled_from([False, False, True])),
         draw(st.booleans()),
         draw(st.sampled_from([True, True, False])) and not (recipe.in_order and "mean norm" in recipe.kinds),

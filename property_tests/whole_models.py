@@ -78,7 +78,6 @@ class WrappedLayers(nn.Module):
 
 
 def apply_norm(module: Any, x: Any) -> Tensor:
-    """Normalize over the channels."""
     return module.norm(as_tensor(x).transpose(1, 2)).transpose(1, 2)
 
 
@@ -169,7 +168,6 @@ def squares(y: Any, target: Tensor) -> Tensor:
 
 
 def loss_and_metrics(reduction: Reduction, y: Any, target: Tensor) -> tuple[Any, dict[str, Any]]:
-    """Return the loss and metrics."""
     errors, is_counted = squares(y, target), target[..., 0] > 0
     losses: dict[Reduction, Callable[[], Any]] = {"mean": errors.mean, "sum": errors.sum}
     losses["count"] = lambda: ((errors * is_counted).sum(), is_counted.sum())
@@ -486,7 +484,6 @@ class Cut:
         return [self.drawn(rows, long, make, dtype) for rows, long in zip(self.rows, lengths, strict=True)]
 
     def parts(self, batch: Any) -> list[tuple[Any, Tensor]]:
-        """Return the microbatches, as views."""
         if self.mode == "presplit":
             return batch
         ends = torch.tensor(self.rows).cumsum(0).tolist()[:-1]
@@ -503,7 +500,6 @@ class Cut:
         return [({name: pieces[i] for name, pieces in pieces_by_name.items()}, targets[i]) for i in rows]
 
     def sliced(self, part: tuple[Any, Tensor]) -> list[tuple[Any, Tensor]]:
-        """Return the slices of a microbatch, as views."""
 
         def cut(leaf: Any, index: int) -> Any:
             return leaf.tensor_split(self.slices, 1)[index] if isinstance(leaf, Tensor) else leaf
