@@ -108,7 +108,7 @@ def sharded_steps_match(rank: int, backend: str, device_type: str, init_method: 
     x, target = torch.randn(8, 5, device=device), torch.randn(8, width, device=device)
     model, params, _ = fpipe.from_sequential(net, stages=3, loss=squares)
     pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
-    whole_grads = by_replicas(net, [x, target])
+    summed = by_replicas(net, [x, target])
     batch = x.chunk(2)[rank], target.chunk(2)[rank]
     matches = list[bool]()
     for gather in ("step", "use"):
@@ -118,7 +118,7 @@ def sharded_steps_match(rank: int, backend: str, device_type: str, init_method: 
         result = [step(shards, batch) for _ in range(2)][1]
         actual_grads = [grad.to_local() for grad in leaves(result.grads)]
         expected_grads = [
-            fpipe.shard_params(({"w": whole_grad},), mesh["dp"])[0]["w"].to_local() for whole_grad in whole_grads
+            fpipe.shard_params(({"w": whole_grad},), mesh["dp"])[0]["w"].to_local() for whole_grad in summed
         ]
         matches.append(all(torch.equal(*pair) for pair in zip(actual_grads, expected_grads, strict=True)))
     return matches
@@ -154,7 +154,7 @@ RANK_DEVICES = [
 ]
 
 
-def pipeline_on_ranks(
+def pipeline_on(
     devices: Sequence[str], schedule: str, stages: int, width: int
 ) -> tuple[fpipe.Program, fpipe.Model, tuple, nn.Sequential, tuple[Tensor, Tensor]]:
     """Return a program of two ranks, and a net whose blocks are on the devices of the ranks that compute them."""
@@ -175,11 +175,9 @@ def autograd_grads(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Ten
     return [parameter.grad for parameter in net.parameters()]
 
 
-def grads_agree(
-    result: fpipe.Result, expected_grads: Sequence[Tensor | None], devices: Sequence[str], schedule: str
-) -> bool:
+def grads_agree(result: fpipe.Result, expected: Sequence[Tensor | None], devices: Sequence[str], schedule: str) -> bool:
     """Compare bit by bit, but to rounding where the CPU and a GPU share the microbatches of one stage."""
-    pairs = zip(leaves(result.grads), expected_grads, strict=True)
+    pairs = zip(leaves(result.grads), expected, strict=True)
     if schedule != "dualpipe" or len({torch.device(device).type for device in devices}) == 1:
         return all(torch.equal(grad, expected_grad) for grad, expected_grad in pairs)
     return all(torch.allclose(grad, expected_grad, rtol=1e-4, atol=1e-6) for grad, expected_grad in pairs)
@@ -190,7 +188,7 @@ def grads_agree(
 def test_ranks_on_devices_give_the_bits_of_autograd(devices: list[str], schedule: str, stages: int):
     """On a GPU the layers are so wide that the host runs far ahead: a missing wait reads too early."""
     width = 8 if set(devices) == {"cpu"} else 1024
-    program, model, params, net, batch = pipeline_on_ranks(devices, schedule, stages, width)
+    program, model, params, net, batch = pipeline_on(devices, schedule, stages, width)
     step = fpipe.build(program, model, runtime="threads", devices=devices)
     for _ in range(3):
         result, expected_grads = step(params, batch), autograd_grads(net, batch)
@@ -201,11 +199,9 @@ def test_ranks_on_devices_give_the_bits_of_autograd(devices: list[str], schedule
 
 
 @pytest.mark.parametrize("devices", RANK_DEVICES, ids=" ".join)
-def test_a_meta_example_stands_for_parameters_on_the_devices_of_their_ranks(
-    devices: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_meta_example_stands_for_parameters_of_all_devices(devices: list[str], monkeypatch: pytest.MonkeyPatch):
     """Used to be refused: parameters on the meta device are not on the device of their rank."""
-    program, model, params, net, batch = pipeline_on_ranks(devices, "dualpipe", 2, 8)
+    program, model, params, net, batch = pipeline_on(devices, "dualpipe", 2, 8)
     meta = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program, model, runtime="threads", devices=devices, example=meta)
     monkeypatch.setattr("fpipe.runtimes.in_process.local._prepare_first_step", None)  # no signature is new
@@ -226,30 +222,24 @@ def test_without_devices_threads_compute_on_the_callers_stream(device: str, runt
 @pytest.mark.parametrize("devices", RANK_DEVICES, ids=" ".join)
 def test_a_recorded_timeline_ends_each_write_before_its_reads(devices: list[str]):
     """Times come from events in the ranks' streams, on the clock of the host."""
-    program, model, params, _, batch = pipeline_on_ranks(
-        devices, "one_f_one_b", 2, 8 if set(devices) == {"cpu"} else 2048
-    )
+    program, model, params, _, batch = pipeline_on(devices, "one_f_one_b", 2, 8 if set(devices) == {"cpu"} else 2048)
     step = fpipe.build(program, model, runtime="threads", devices=devices, record=True)
     for _ in range(2):
         started = time.perf_counter()
         timeline = step(params, batch).timeline
         elapsed = time.perf_counter() - started
-    times_by_op = {op: (start, end) for op, start, end in timeline.events if op.kind in "FB"}
-    writer_by_value = {value: op for op in times_by_op for value in op.writes}
+    times = {op: (start, end) for op, start, end in timeline.events if op.kind in "FB"}
+    writers = {value: op for op in times for value in op.writes}
     clock_tolerance = 0.0 if set(devices) == {"cpu"} else 5e-4  # clocks of devices differ
-    assert all(-clock_tolerance < start < end < elapsed + clock_tolerance for start, end in times_by_op.values())
-    for op, (start, _) in times_by_op.items():
-        assert all(
-            times_by_op[writer_by_value[value]][1] <= start + clock_tolerance
-            for value in op.reads
-            if value in writer_by_value
-        )
+    assert all(-clock_tolerance < start < end < elapsed + clock_tolerance for start, end in times.values())
+    for op, (start, _) in times.items():
+        assert all(times[writers[value]][1] <= start + clock_tolerance for value in op.reads if value in writers)
 
 
 @pytest.mark.parametrize("has_data", [True, False])
 def test_every_value_is_on_the_device_of_its_rank(has_data: bool):
     """The CPU and the meta device, which has everything but data, are two devices on every machine."""
-    program, model, params, _, batch = pipeline_on_ranks(["cpu", "meta"], "dualpipe", 2, 8)
+    program, model, params, _, batch = pipeline_on(["cpu", "meta"], "dualpipe", 2, 8)
     params = params if has_data else tree_map(lambda leaf: leaf.to("meta"), params)
     devices = [torch.device("cpu"), torch.device("meta")]
     program = with_transfers(drop_duplicate_homes(program, devices))
@@ -264,7 +254,7 @@ def test_every_value_is_on_the_device_of_its_rank(has_data: bool):
 
 
 def test_outputs_arrive_on_the_device_of_the_last_rank():
-    program, model, params, _, batch = pipeline_on_ranks(["cpu", "meta"], "gpipe", 2, 8)
+    program, model, params, _, batch = pipeline_on(["cpu", "meta"], "gpipe", 2, 8)
     program = fpipe.forward_only()(program)
     result = fpipe.build(program, model, runtime="threads", devices=["cpu", "meta"])(params, batch)
     assert (result.outputs.device.type, result.loss.device.type) == ("meta", "meta")
@@ -272,7 +262,7 @@ def test_outputs_arrive_on_the_device_of_the_last_rank():
 
 @pytest.mark.parametrize("is_meta", [True, False])
 def test_parameters_on_another_device_than_their_rank_are_refused(is_meta: bool):
-    program, model, params, _, batch = pipeline_on_ranks(["cpu", "meta"], "gpipe", 2, 8)
+    program, model, params, _, batch = pipeline_on(["cpu", "meta"], "gpipe", 2, 8)
     step = fpipe.build(program, model, runtime="threads", devices=["cpu", "cpu"])
     params = tree_map(lambda leaf: torch.zeros(leaf.shape, device="meta"), params) if is_meta else params
     with pytest.raises(ValueError, match=r"params\[\d\] \(of shape .* is on meta, and its rank computes on cpu: move"):
@@ -291,7 +281,7 @@ def test_parameters_on_another_device_than_their_rank_are_refused(is_meta: bool)
 
 
 def test_each_rank_has_a_device():
-    program, model, *_ = pipeline_on_ranks(["cpu", "cpu"], "gpipe", 2, 8)
+    program, model, *_ = pipeline_on(["cpu", "cpu"], "gpipe", 2, 8)
     for wrong_devices in (["cpu"], "cpu", ["cpu"] * 3):
         with pytest.raises(ValueError, match=r"devices= has a device for each rank, .* has 2 ranks, found"):
             fpipe.build(program, model, runtime="threads", devices=wrong_devices)

@@ -55,21 +55,18 @@ def local_part(program: fpipe.Program, rank: int, per_stage: Any) -> tuple[Any, 
     return fpipe.local_params(program, per_stage, rank)
 
 
-def differing_fields(rank: int, program: fpipe.Program, result: fpipe.Result, whole_result: fpipe.Result) -> list[str]:
+def differing_fields(rank: int, program: fpipe.Program, result: fpipe.Result, reference: fpipe.Result) -> list[str]:
     """Name the results of a rank that differ from those of one process; results owned by another rank are None."""
-    pairs = {"grads": (result.grads, local_part(program, rank, whole_result.grads))}
-    pairs["state"] = (
-        result.state,
-        None if whole_result.state is None else local_part(program, rank, whole_result.state),
-    )
+    pairs = {"grads": (result.grads, local_part(program, rank, reference.grads))}
+    pairs["state"] = (result.state, None if reference.state is None else local_part(program, rank, reference.state))
     homes = {end.name.name: rank in end.homes for end in program.outputs}
-    homes["loss"] |= rank == 0 and not isinstance(whole_result.loss, tuple)
+    homes["loss"] |= rank == 0 and not isinstance(reference.loss, tuple)
     for name in ("loss", "outputs"):
         actual_value = getattr(result, name)
         if name == "loss" and not homes[name]:  # it was None, and the first print failed on one rank alone
             assert isinstance(actual_value, RemoteLoss)
             actual_value = None
-        pairs[name] = actual_value, getattr(whole_result, name) if homes[name] else None
+        pairs[name] = actual_value, getattr(reference, name) if homes[name] else None
     return [name for name, (actual, expected) in pairs.items() if not is_equal_tree(actual, expected)]
 
 
@@ -91,14 +88,14 @@ def compare_with_one_process(
     """Name what differs after some steps between this rank and one process that runs all ranks."""
     state, key = options.get("state"), options.get("key")
     example = (params, batch) if state is None else (params, batch, state)
-    one_process_step = fpipe.build(program, model)
+    plain_step = fpipe.build(program, model)
     step = fpipe.build(program, model, runtime="distributed", example=tree_map(to_meta, example))
     local_params = local_part(program, rank, params)
     for _ in range(steps):
-        whole_result = one_process_step(params, batch, state=state, key=key)
+        reference = plain_step(params, batch, state=state, key=key)
         result = step(local_params, batch, state=None if state is None else local_part(program, rank, state), key=key)
-        state = whole_result.state
-    return differing_fields(rank, program, result, whole_result)
+        state = reference.state
+    return differing_fields(rank, program, result, reference)
 
 
 def to_meta(leaf: Any) -> Any:
@@ -135,29 +132,25 @@ def norm_model() -> tuple[fpipe.Model, Any, Any]:
     return fpipe.from_sequential(nn.Sequential(*layers), stages=2, loss=MSE)
 
 
-def block_model(stages: int) -> Callable[[], tuple[fpipe.Model, Any, Any]]:
+def cut_blocks(stages: int) -> Callable[[], tuple[fpipe.Model, Any, Any]]:
     return lambda: fpipe.from_sequential(blocks(), stages=stages, loss=MSE)
 
 
-IN_ORDER = fpipe.schedules.from_table(
-    "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2 \n 1F0 1F1 1F2 1B0 1B1 1B2",
-)
+IN_ORDER = fpipe.schedules.from_table("0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2 \n 1F0 1F1 1F2 1B0 1B1 1B2")
 OUT_OF_ORDER = fpipe.schedules.from_table("0F2 0F0 0F1 2F0 2F2 2F1 2B1 2B2 2B0 0B1 0B2 0B0 \n 1F2 1F0 1F1 1B2 1B0 1B1")
 PROGRAMS: dict[str, tuple[Any, ...]] = {
-    **{
-        name: (block_model(2), fpipe.schedules.get(name)(2)) for name in ("gpipe", "one_f_one_b", "dualpipe", "chimera")
-    },
-    **{name: (block_model(4), fpipe.schedules.get(name)(2)) for name in ("interleaved", "zbv", "dualpipev", "hanayo")},
-    "interleaved_zb": (block_model(4), fpipe.schedules.interleaved_zb(2)),
-    "weights of a host rank": (block_model(4), fpipe.schedules.roundpipe(2)),
+    **{name: (cut_blocks(2), fpipe.schedules.get(name)(2)) for name in ("gpipe", "one_f_one_b", "dualpipe", "chimera")},
+    **{name: (cut_blocks(4), fpipe.schedules.get(name)(2)) for name in ("interleaved", "zbv", "dualpipev", "hanayo")},
+    "interleaved_zb": (cut_blocks(4), fpipe.schedules.interleaved_zb(2)),
+    "weights of a host rank": (cut_blocks(4), fpipe.schedules.roundpipe(2)),
     "norms and dropout": (norm_model, fpipe.schedules.zb_h1(2)),
     "skips, in order": (skip_model, IN_ORDER),
     "skips, out of order": (skip_model, OUT_OF_ORDER),
     "skips, recomputed": (skip_model, fpipe.checkpoint("always"), IN_ORDER),
-    "offloaded to the host": (block_model(4), fpipe.schedules.zbv(2), fpipe.offload()),
-    "offloaded to a rank": (block_model(4), fpipe.schedules.zbv(2), fpipe.offload(to=lambda rank: 1 - rank)),
-    "split backward": (block_model(2), fpipe.split_backward(), fpipe.schedules.one_f_one_b(2)),
-    "recomputed": (block_model(4), fpipe.checkpoint("always"), fpipe.schedules.interleaved(2)),
+    "offloaded to the host": (cut_blocks(4), fpipe.schedules.zbv(2), fpipe.offload()),
+    "offloaded to a rank": (cut_blocks(4), fpipe.schedules.zbv(2), fpipe.offload(to=lambda rank: 1 - rank)),
+    "split backward": (cut_blocks(2), fpipe.split_backward(), fpipe.schedules.one_f_one_b(2)),
+    "recomputed": (cut_blocks(4), fpipe.checkpoint("always"), fpipe.schedules.interleaved(2)),
 }
 
 
@@ -185,28 +178,19 @@ def record_timeline(rank: int) -> list[Any]:
     model, params, _ = fpipe.from_sequential(blocks(4, 64), stages=2, loss=MSE)
     program, batch = pipeline_program(model, fpipe.schedules.one_f_one_b(2)), rows(64, 64)
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch), record=True)
-    one_process_timeline = fpipe.build(program, model, record=True)(params, batch).timeline
+    plain_timeline = fpipe.build(program, model, record=True)(params, batch).timeline
     for _ in range(2):
         timeline = step(local_part(program, rank, params), batch).timeline
-    times_by_op = {op: (start, end) for op, start, end in timeline.events}
+    times = {op: (start, end) for op, start, end in timeline.events}
     pairs = [
         (op, program.ops[source])
         for op, reads in zip(program.ops, program.sources, strict=True)
         for source in reads
         if source >= 0
     ]
-    late_ops = [
-        str(op)
-        for op, read in pairs
-        if op in times_by_op and read in times_by_op and times_by_op[read][0] > times_by_op[op][1]
-    ]
+    late_ops = [str(op) for op, read in pairs if op in times and read in times and times[read][0] > times[op][1]]
     assert "rank 1" in fpipe.plot(timeline)
-    return [
-        late_ops,
-        set(times_by_op) == {op for op, _, _ in one_process_timeline.events},
-        timeline.peak,
-        timeline.makespan,
-    ]
+    return [late_ops, set(times) == {op for op, _, _ in plain_timeline.events}, timeline.peak, timeline.makespan]
 
 
 def test_all_ranks_get_one_timeline(pair: Processes):
@@ -253,12 +237,12 @@ def step_on_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     pp_rank, batch = mesh.get_local_rank("pp"), rows(10 + 2 * mesh.get_local_rank(other_dim))
     with maybe_warns:
-        program, one_process_step, step, params = build_blocks(mesh=mesh)
-    result, whole_result = step(local_part(program, pp_rank, params), batch), one_process_step(params, batch)
-    norm, expected = fpipe.global_norm(result.grads, mesh=mesh), fpipe.global_norm(whole_result.grads)
+        program, plain_step, step, params = build_blocks(mesh=mesh)
+    result, reference = step(local_part(program, pp_rank, params), batch), plain_step(params, batch)
+    norm, expected = fpipe.global_norm(result.grads, mesh=mesh), fpipe.global_norm(reference.grads)
     with pytest.raises(ValueError, match=f"the gradients of stage {1 - pp_rank} are on another rank"):
         fpipe.global_norm(result.grads)
-    return [*differing_fields(pp_rank, program, result, whole_result), *(["norm"] * (not torch.equal(norm, expected)))]
+    return [*differing_fields(pp_rank, program, result, reference), *(["norm"] * (not torch.equal(norm, expected)))]
 
 
 def refusals_without_pp(rank: int) -> list[str]:
@@ -270,26 +254,24 @@ def refusals_without_pp(rank: int) -> list[str]:
 def test_the_dimension_pp_of_a_mesh_has_the_ranks(four: Processes):
     for names in (("dp", "pp"), ("pp", "pairs")):
         assert four.run(step_on_mesh, names) == [[]] * 4
-    for messages in four.run(refusals_without_pp):
-        assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has dp. Say mesh=init" in messages[0]
-        assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has none with a name." in messages[1]
-        assert (
-            "mesh is a DeviceMesh whose dimension 'pp' has a process for each rank; found ProcessGroup." in messages[2]
-        )
+    for errors in four.run(refusals_without_pp):
+        assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has dp. Say mesh=init" in errors[0]
+        assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has none with a name." in errors[1]
+        assert "mesh is a DeviceMesh whose dimension 'pp' has a process for each rank; found ProcessGroup." in errors[2]
 
 
 def steps_of_other_sizes(rank: int) -> list[Any]:
     """Run batches of other sizes, for which all ranks lower the step again at once."""
-    program, one_process_step, step, params = build_blocks()
+    program, plain_step, step, params = build_blocks()
     local_params = local_part(program, rank, params)
     differences = [
-        differing_fields(rank, program, step(local_params, rows(count)), one_process_step(params, rows(count)))
+        differing_fields(rank, program, step(local_params, rows(count)), plain_step(params, rows(count)))
         for count in (10, 7, 10)
     ]
     partial_batch = (None, rows()[1]) if rank else (rows()[0], None)  # each rank is handed only what it reads
     return [
         *differences,
-        differing_fields(rank, program, step(local_params, partial_batch), one_process_step(params, rows())),
+        differing_fields(rank, program, step(local_params, partial_batch), plain_step(params, rows())),
     ]
 
 
@@ -305,25 +287,23 @@ def model_with(how: str) -> fpipe.Model:
 
 
 def refusal_of(rank: int, difference: str) -> str:
-    local_difference = difference if rank else ""
+    changed = difference if rank else ""
     if difference == "untraceable":
         model, params = fpipe.from_functions([lambda p, x: x * (1 / x.sum().item())] * 2, MSE), ({}, {})
     else:
-        model, params = model_with(local_difference), ({"w": torch.eye(8)},) * 2
+        model, params = model_with(changed), ({"w": torch.eye(8)},) * 2
     schedule = (
         fpipe.schedules.one_f_one_b(2)
-        if local_difference == "program"
+        if changed == "program"
         else fpipe.schedules.gpipe(1 if difference == "size" else 2)
     )
-    program, example = pipeline_program(model, schedule), (params, rows(12 if local_difference == "example" else 10))
+    program, example = pipeline_program(model, schedule), (params, rows(12 if changed == "example" else 10))
     try:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            if local_difference == "torch":
+            if changed == "torch":
                 monkeypatch.setattr(torch, "__version__", "2.12.9")
-            torch.set_default_dtype(torch.float64 if local_difference == "settings" else torch.float32)
-            step = fpipe.build(
-                program, model, runtime="distributed", example=example, record=local_difference == "options"
-            )
+            torch.set_default_dtype(torch.float64 if changed == "settings" else torch.float32)
+            step = fpipe.build(program, model, runtime="distributed", example=example, record=changed == "options")
         batch = rows(12 + rank if difference == "rows" else 10)
         step(local_part(program, rank, params), batch, key=rank if difference == "key" else None)
     except ValueError as error:
@@ -334,7 +314,7 @@ def refusal_of(rank: int, difference: str) -> str:
 
 
 ROWS = "inputs: float32[{}, 8] with strides [8, 1] instead of inputs: float32[{}, 8] with strides [8, 1]"
-DIFFERENCE_MESSAGES = {
+MISMATCHES = {
     "size": "the program has 1 rank and the process group 2 processes",
     "program": "program: dx[1,0] g[1,0] = B[1,0] params[1] res[1,0] w[1,0] @ 1 instead of x[0,2] = SPLIT[0,2] inputs",
     "torch": f"torch: 2.12.9 instead of {torch.__version__}",
@@ -350,17 +330,15 @@ DIFFERENCE_MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("difference", DIFFERENCE_MESSAGES)
+@pytest.mark.parametrize("difference", MISMATCHES)
 def test_a_difference_between_ranks_is_refused_on_all_of_them(pair: Processes, difference: str):
-    is_between_ranks = difference not in ("size", "untraceable")
+    is_mismatch = difference not in ("size", "untraceable")
     for rank, message in enumerate(pair.run(refusal_of, difference)):
-        assert message.startswith(
-            "rank 1 differs from rank 0 in its " + DIFFERENCE_MESSAGES[difference] if is_between_ranks else ""
-        )
+        assert message.startswith("rank 1 differs from rank 0 in its " + MISMATCHES[difference] if is_mismatch else "")
         assert (
             f". This is rank {rank}; all ranks come to " in message
-            if is_between_ranks
-            else DIFFERENCE_MESSAGES[difference] in message
+            if is_mismatch
+            else MISMATCHES[difference] in message
         )
 
 
@@ -390,13 +368,9 @@ def test_a_build_without_a_process_group_is_refused():
 
 def step_on_nan(rank: int) -> tuple[str, bool]:
     """Run a step with NaN in one microbatch, after one without."""
-    program, one_process_step, step, params = build_blocks(check_finite=True)
-    local_params, whole_result, (x, target) = (
-        local_part(program, rank, params),
-        one_process_step(params, rows()),
-        rows(),
-    )
-    assert not differing_fields(rank, program, step(local_params, rows()), whole_result)
+    program, plain_step, step, params = build_blocks(check_finite=True)
+    local_params, reference, (x, target) = (local_part(program, rank, params), plain_step(params, rows()), rows())
+    assert not differing_fields(rank, program, step(local_params, rows()), reference)
     target[5] = torch.nan
     message, seconds = time_call(lambda: step(local_params, (x, target)))
     return message, seconds < SOON
@@ -459,7 +433,7 @@ def raise_memory_error(message: str = "out of memory") -> None:
 
 
 def fail_on_one_rank(
-    rank: int, failing_rank: int, action: Any, timeout: float | None, replicas: tuple[int, int] | None = None
+    rank: int, culprit: int, action: Any, timeout: float | None, replicas: tuple[int, int] | None = None
 ) -> list[Any]:
     """Return the outcome and seconds of a step in which one rank fails, and of the next step."""
     mesh = replicas and init_device_mesh("cpu", replicas, mesh_dim_names=("dp", "pp"))
@@ -467,30 +441,28 @@ def fail_on_one_rank(
         trouble_program(replicas[1], fpipe.data_parallel()) if replicas else trouble_program()
     )
     local_params = local_part(program, mesh.get_local_rank("pp") if mesh else rank, params)
-    for step_timeout in (
+    for limit in (
         (None, timeout) if timeout else (None,)
     ):  # traces are cached: the second build costs the other ranks no time
-        step = fpipe.build(
-            program, model, runtime="distributed", mesh=mesh, example=(params, batch), timeout=step_timeout
-        )
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), timeout=limit)
         step(local_params, batch)
-    TROUBLE["what"] = action if rank == failing_rank else None
+    TROUBLE["what"] = action if rank == culprit else None
     return [*time_call(lambda: step(local_params, batch)), *time_call(lambda: step(local_params, batch))]
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1, 2])
-def test_an_error_in_an_op_ends_the_run_on_every_rank(trio: Processes, failing_rank: int):
-    for rank, outcome in enumerate(trio.run(fail_on_one_rank, failing_rank, raise_memory_error, None)):
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_an_error_in_an_op_ends_the_run_on_every_rank(trio: Processes, culprit: int):
+    for rank, outcome in enumerate(trio.run(fail_on_one_rank, culprit, raise_memory_error, None)):
         run_is_over = "RankError: the run is over, start all ranks again from a checkpoint"
         assert outcome[2].startswith(
-            f"{run_is_over}: rank {failing_rank} failed in {failing_rank}F3: stage {failing_rank} (stage), microbatch 3"
+            f"{run_is_over}: rank {culprit} failed in {culprit}F3: stage {culprit} (stage), microbatch 3"
         )
         assert outcome[1] < SOON
-        if rank == failing_rank:
+        if rank == culprit:
             assert outcome[0] == "MemoryError: out of memory"
         else:
             assert outcome[0].startswith(
-                f"RankError: rank {failing_rank} failed in {failing_rank}F3: stage {failing_rank} (stage), microbatch 3"
+                f"RankError: rank {culprit} failed in {culprit}F3: stage {culprit} (stage), microbatch 3"
             )
 
 
@@ -503,34 +475,32 @@ def kill_late() -> None:
 def test_all_other_ranks_name_a_killed_rank_and_its_op():
     actions = (kill, kill_late, kill)
     with several_groups(3, 3) as groups:
-        for failing_rank, (processes, action) in enumerate(zip(groups, actions, strict=True)):
-            processes.start(fail_on_one_rank, failing_rank, action, None)
-        for failing_rank, (processes, action) in enumerate(zip(groups, actions, strict=True)):
+        for culprit, (processes, action) in enumerate(zip(groups, actions, strict=True)):
+            processes.start(fail_on_one_rank, culprit, action, None)
+        for culprit, (processes, action) in enumerate(zip(groups, actions, strict=True)):
             results = processes.results()
-            assert results.pop(failing_rank) is None
+            assert results.pop(culprit) is None
             for outcome in results:
-                assert outcome[0].startswith(f"RankError: rank {failing_rank} is gone")
-                assert action is kill or outcome[0].endswith(f"; it was last seen in its {failing_rank}F3 of step 2")
+                assert outcome[0].startswith(f"RankError: rank {culprit} is gone")
+                assert action is kill or outcome[0].endswith(f"; it was last seen in its {culprit}F3 of step 2")
                 assert outcome[1] < SOON + (action is kill_late)
                 assert "start all ranks again" in outcome[2]
-            processes.all[failing_rank].join(SOON)  # the other ranks may notice the death before the parent does
-            assert processes.all[failing_rank].exitcode == -9
+            processes.all[culprit].join(SOON)  # the other ranks may notice the death before the parent does
+            assert processes.all[culprit].exitcode == -9
     assert not any(process.is_alive() for processes in groups for process in processes.all)
 
 
 def test_all_other_ranks_name_a_hanging_rank_and_its_op_in_time():
     actions = (hang, hang_in_c, suspend)
     with several_groups(3, 3) as groups:
-        for failing_rank, (processes, action) in enumerate(zip(groups, actions, strict=True)):
-            processes.start(fail_on_one_rank, failing_rank, action, 2.0)
-        for failing_rank, (processes, action) in enumerate(zip(groups, actions, strict=True)):
-            for outcome in [receive_answer(pipe) for rank, pipe in enumerate(processes.pipes) if rank != failing_rank]:
-                assert outcome[0].startswith(f"RankError: rank {failing_rank} did not send what its {failing_rank}")
-                assert action is not hang or outcome[0].endswith(
-                    f"; it was last seen in its {failing_rank}F3 of step 2"
-                )
+        for culprit, (processes, action) in enumerate(zip(groups, actions, strict=True)):
+            processes.start(fail_on_one_rank, culprit, action, 2.0)
+        for culprit, (processes, action) in enumerate(zip(groups, actions, strict=True)):
+            for outcome in [receive_answer(pipe) for rank, pipe in enumerate(processes.pipes) if rank != culprit]:
+                assert outcome[0].startswith(f"RankError: rank {culprit} did not send what its {culprit}")
+                assert action is not hang or outcome[0].endswith(f"; it was last seen in its {culprit}F3 of step 2")
                 assert outcome[1] < 2 + SOON
-            processes.all[failing_rank].kill()
+            processes.all[culprit].kill()
 
 
 def leaks_of_two_hundred_steps(rank: int) -> list[int]:

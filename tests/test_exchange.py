@@ -50,16 +50,14 @@ def test_each_thread_runs_collectives_by_its_own_runner():
     sums, barrier = CollectiveStage("all_reduce", "ep").bind_group("a group", 2, 0), threading.Barrier(2)
 
     def run(number: int) -> list[int]:
-        threads_of_ops = list[int]()
-        with run_collectives_with(
-            CollectiveRunner(lambda op, x, *options: (threads_of_ops.append(number), x)[1], lambda x: x)
-        ):
+        owners = list[int]()
+        with run_collectives_with(CollectiveRunner(lambda op, x, *options: (owners.append(number), x)[1], lambda x: x)):
             barrier.wait()
             y = sums({}, torch.ones(2, requires_grad=True))
             barrier.wait()
             y.sum().backward()
             barrier.wait()
-        return threads_of_ops
+        return owners
 
     with ThreadPoolExecutor(2) as threads:
         assert [*threads.map(run, (0, 1))] == [[0, 0], [1, 1]]
@@ -150,14 +148,14 @@ def collectives_with_wrong_grads(rank: int) -> list[str]:
         step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
         result = step(fpipe.local_params(program, params, pp_rank), batch)
 
-        leaves_by_member = [[leaf.clone().requires_grad_() for leaf in w] for _ in (0, 1)]
+        leaves_of = [[leaf.clone().requires_grad_() for leaf in w] for _ in (0, 1)]
         total = torch.zeros(())
         for microbatch in (0, 1):
-            exchanged = meaning([torch.tanh(shards[peer][microbatch] @ leaves_by_member[peer][0]) for peer in (0, 1)])
+            exchanged = meaning([torch.tanh(shards[peer][microbatch] @ leaves_of[peer][0]) for peer in (0, 1)])
             total = total + sum(
-                (y @ leaves[1]).square().mean() / 2 for y, leaves in zip(exchanged, leaves_by_member, strict=True)
+                (y @ leaves[1]).square().mean() / 2 for y, leaves in zip(exchanged, leaves_of, strict=True)
             )
-        expected = torch.autograd.grad(total, leaves_by_member[member])
+        expected = torch.autograd.grad(total, leaves_of[member])
         for stage, expected_grad in zip((0, 2), expected, strict=True):
             grad = result.grads[stage]
             if grad and not torch.allclose(grad["w"], expected_grad, rtol=1e-12):
@@ -259,12 +257,8 @@ def exchange_refusals(rank: int) -> list[str]:
     for placed, sizes in SIZES:
         renew()
         mesh = two_by_two_mesh()
-        row_counts = torch.tensor(sizes, dtype=torch.int32 if sizes == [2, 4] and rank % 2 else torch.int64)
-        stages = [
-            lambda p, x, row_counts=row_counts: (x, row_counts),
-            fpipe.exchange("all_to_all", axis="ep", sizes=True),
-            summed,
-        ]
+        counts = torch.tensor(sizes, dtype=torch.int32 if sizes == [2, 4] and rank % 2 else torch.int64)
+        stages = [lambda p, x, counts=counts: (x, counts), fpipe.exchange("all_to_all", axis="ep", sizes=True), summed]
         model = fpipe.from_functions(stages, squares, inputs=["batch", ((0, 0), (0, 1)), 1])
         program = fpipe.chain(fpipe.place(placed), fpipe.merge(outputs=False))(fpipe.program(model))
         try:
@@ -311,19 +305,12 @@ SIZES = ([0, 0, 1], [3, 3]), ([0, 1, 1], [4, 1]), ([0, 1, 1], [7, -1]), ([0, 1, 
 
 
 def test_impossible_exchanges_are_refused(four: Processes):
-    for (
-        no_axis,
-        odd_rows,
-        readers_elsewhere,
-        odd_sizes,
-        negative_size,
-        uneven_sizes,
-        other_dtype,
-        *changed_rows,
-    ) in four.run(exchange_refusals):
+    for no_tp, odd_rows, far_reader, odd_sizes, negative_size, uneven_sizes, other_dtype, *changes in four.run(
+        exchange_refusals
+    ):
         assert (
             "stage 1 (all_to_all over ep) brings as many rows as the data say on rank 0, and stage 2 (summed) on ra"
-            in (readers_elsewhere)
+            in (far_reader)
         )
         assert "all_to_all over ep: the sizes add up to 5 rows, but dim 0 of a tensor of shape (6, 6)" in odd_sizes
         assert "all_to_all over ep: a size is -1; sizes are whole numbers from 0." in negative_size
@@ -336,14 +323,10 @@ def test_impossible_exchanges_are_refused(four: Processes):
             "rows of float32[6] and int32[2] instead of 1F0 (all_to_all over ep) of rows of float32[6] and int64[2]."
             in other_dtype
         )
-        assert (
-            "a stage of the model is all_to_all over tp, a dimension of the mesh, and the mesh has pp, ep." in no_axis
-        )
-        for message, handed_rows in zip(
-            changed_rows, ("rows of [12] with sizes [2]", "rows of [6] with sizes [4]"), strict=True
-        ):
+        assert "a stage of the model is all_to_all over tp, a dimension of the mesh, and the mesh has pp, ep." in no_tp
+        for message, handed in zip(changes, ("rows of [12] with sizes [2]", "rows of [6] with sizes [4]"), strict=True):
             assert (
-                f"stage 2 (all_to_all over ep) is handed {handed_rows} in 2F0, and all processes agreed on rows "
+                f"stage 2 (all_to_all over ep) is handed {handed} in 2F0, and all processes agreed on rows "
                 "of [6] with sizes [2]; only the number of rows may change." in message
             )
         assert "all_to_all over ep cuts dim 0 into 2 parts, one for each process; found shape (3, 6)." in odd_rows
@@ -367,12 +350,12 @@ fpipe.reference(UNEVEN, ({},) * 3, (torch.randn(6, 6), torch.randn(6, 6)))
 )
 
 
-def leave_exchange(rank: int, failing_rank: int, failure: str) -> str | None:
+def leave_exchange(rank: int, culprit: int, failure: str) -> str | None:
     """Return the error of a step in which a process of an exchange fails, and may exit at once, or is killed."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "ep"))
 
     def doomed(params: Any, x: Tensor) -> Tensor:
-        if rank == failing_rank and failure == "killed" and x.any():  # a run on zeros comes first
+        if rank == culprit and failure == "killed" and x.any():  # a run on zeros comes first
             os.kill(os.getpid(), signal.SIGKILL)
         return layer(params, x)
 
@@ -387,7 +370,7 @@ def leave_exchange(rank: int, failing_rank: int, failure: str) -> str | None:
         "check_batch": "never",
     }
     step = fpipe.build(program, model, runtime="distributed", **options)
-    bad = torch.full_like(batch[0], float("nan")) if rank == failing_rank else batch[0]
+    bad = torch.full_like(batch[0], float("nan")) if rank == culprit else batch[0]
     try:
         step(params, (bad, batch[1]))
     except RuntimeError as error:
@@ -399,7 +382,7 @@ def leave_exchange(rank: int, failing_rank: int, failure: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("failing_rank", "failure", "message"),
+    ("culprit", "failure", "message"),
     [
         (0, "failed", r"ep 0: rank 0 failed in 0F0.*FloatingPointError: "),
         (1, "failed", r"ep 1: rank 0 failed in 0F0.*FloatingPointError: "),
@@ -407,16 +390,16 @@ def leave_exchange(rank: int, failing_rank: int, failure: str) -> str | None:
         (1, "killed", r"ep 1: rank 0 is gone and did not take part in 1F0"),
     ],
 )
-def test_a_process_that_leaves_an_exchange_is_named(failing_rank: int, failure: str, message: str):
+def test_a_process_that_leaves_an_exchange_is_named(culprit: int, failure: str, message: str):
     """Used to name no rank if the process ended at once: its partner said only "Connection closed by peer".
 
     Rank 0 keeps the store with the reasons, and leaves when they were read.
     """
     with Processes(2, tcp=True) as pair:
-        pair.start(leave_exchange, failing_rank, failure)
+        pair.start(leave_exchange, culprit, failure)
         outcomes = pair.results()
-    assert outcomes[failing_rank] is None
-    assert re.match(f"RankError: {message}", str(outcomes[1 - failing_rank])), outcomes
+    assert outcomes[culprit] is None
+    assert re.match(f"RankError: {message}", str(outcomes[1 - culprit])), outcomes
 
 
 def loss_of_late_exchange_is_right(rank: int) -> bool:

@@ -105,11 +105,9 @@ def train_experts(rank: int, name: str, blocks: int, dropless: bool) -> tuple[li
         first_result,
         *(step(local_params, batch) for _ in range(4)),
     ):  # each op takes well under a millisecond: five steps give overlap a chance
-        rank_events = [
-            event for event in result.timeline.events if event.op.rank == pp_rank and event.end > event.start
-        ]
-        lane = [event for event in rank_events if is_exchange(event.op)]
-        work = [event for event in rank_events if event.op.kind in "FBIW" and event not in lane]
+        events = [event for event in result.timeline.events if event.op.rank == pp_rank and event.end > event.start]
+        lane = [event for event in events if is_exchange(event.op)]
+        work = [event for event in events if event.op.kind in "FBIW" and event not in lane]
         exchange_seconds += sum(event.end - event.start for event in lane)
         overlap_seconds += sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in lane for b in work)
     return differences, exchange_seconds, overlap_seconds

@@ -47,7 +47,7 @@ build_three_stages = partial(build_blocks, 3, "zb_h1")
 RUN_IS_OVER = "RankError: the run is over, start all ranks again from a checkpoint: "
 
 
-def refuse_arguments(rank: int, failing_rank: int, refused_argument: str) -> list[tuple[str, bool]]:
+def refuse_arguments(rank: int, culprit: int, argument: str) -> list[tuple[str, bool]]:
     """Return the outcomes of a step whose arguments one rank refuses, and of the next step."""
     program, _, step, params = build_three_stages()
     local_params = local_part(program, rank, params)
@@ -59,7 +59,7 @@ def refuse_arguments(rank: int, failing_rank: int, refused_argument: str) -> lis
     }
     step(local_params, rows())
     return [
-        timed_error(calls[refused_argument] if rank == failing_rank else lambda: step(local_params, rows())),
+        timed_error(calls[argument] if rank == culprit else lambda: step(local_params, rows())),
         timed_error(lambda: step(local_params, rows())),
     ]
 
@@ -72,36 +72,30 @@ ARGUMENT_REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("refused_argument", ARGUMENT_REFUSALS)
-def test_arguments_that_one_rank_refuses_end_the_run_on_all(trio: Processes, refused_argument: str):
-    failing_rank = 2
-    for rank, ((message, is_soon), (next_message, _)) in enumerate(
-        trio.run(refuse_arguments, failing_rank, refused_argument)
-    ):
+@pytest.mark.parametrize("argument", ARGUMENT_REFUSALS)
+def test_arguments_that_one_rank_refuses_end_the_run_on_all(trio: Processes, argument: str):
+    culprit = 2
+    for rank, ((message, is_soon), (next_message, _)) in enumerate(trio.run(refuse_arguments, culprit, argument)):
         assert is_soon
-        assert ARGUMENT_REFUSALS[refused_argument] in message
-        assert message.startswith(f"RankError: rank {failing_rank} failed outside of its ops: ") == (
-            rank != failing_rank
-        )
-        assert next_message.startswith(f"{RUN_IS_OVER}rank {failing_rank} failed outside of its ops: ")
+        assert ARGUMENT_REFUSALS[argument] in message
+        assert message.startswith(f"RankError: rank {culprit} failed outside of its ops: ") == (rank != culprit)
+        assert next_message.startswith(f"{RUN_IS_OVER}rank {culprit} failed outside of its ops: ")
 
 
-def step_with_other_sizes(rank: int, failing_rank: int, is_known: bool) -> tuple[str, bool]:
+def step_with_other_sizes(rank: int, culprit: int, is_known: bool) -> tuple[str, bool]:
     """Run a step in which one rank is handed more rows than the others."""
-    program, one_process_step, step, params = build_three_stages(check_batch="run_without_rank_1")
+    program, plain_step, step, params = build_three_stages(check_batch="never")
     local_params = local_part(program, rank, params)
     for count in (10, 24) if is_known else (10,):
-        assert not differing_fields(
-            rank, program, step(local_params, rows(count)), one_process_step(params, rows(count))
-        )
-    return timed_error(lambda: step(local_params, rows(24 if rank == failing_rank else 10)))
+        assert not differing_fields(rank, program, step(local_params, rows(count)), plain_step(params, rows(count)))
+    return timed_error(lambda: step(local_params, rows(24 if rank == culprit else 10)))
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("failing_rank", [0, 2])
-def test_batches_of_different_sizes_end_all_ranks(trio: Processes, failing_rank: int, is_known: bool):
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_batches_of_different_sizes_end_all_ranks(trio: Processes, culprit: int, is_known: bool):
     """gloo throws where nobody catches when a message is larger than its buffer: this used to end the process."""
-    for message, is_soon in trio.run(step_with_other_sizes, failing_rank, is_known):
+    for message, is_soon in trio.run(step_with_other_sizes, culprit, is_known):
         assert is_soon or not is_known  # a new signature is traced before it fails
         assert message.startswith("RankError: rank ")
         assert "they were handed arguments of different structures, shapes or dtypes" in message
@@ -168,31 +162,31 @@ BUILD_REFUSALS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_with_refusal(rank: int, failing_rank: int, message: str) -> tuple[str, bool]:
+def build_with_refusal(rank: int, culprit: int, message: str) -> tuple[str, bool]:
     """Build a step on all ranks, with refused options on a single rank."""
     build_three_stages()
     model, params, _ = fpipe.from_sequential(blocks(3), stages=3, loss=MSE)
-    usual_options = {
+    defaults = {
         "program": pipeline_program(model, fpipe.schedules.zb_h1(3)),
         "model": model,
         "example": (params, rows()),
     }
-    options: Any = usual_options | (BUILD_REFUSALS[message] if rank == failing_rank else {})
+    options: Any = defaults | (BUILD_REFUSALS[message] if rank == culprit else {})
     return timed_error(lambda: fpipe.build(runtime="distributed", **options))
 
 
 @pytest.mark.parametrize("message", BUILD_REFUSALS)
 def test_a_build_refused_by_one_rank_is_refused_on_all(trio: Processes, message: str):
     """Used to leave all others waiting until their timeout."""
-    failing_rank = 1
-    for rank, (actual_message, is_soon) in enumerate(trio.run(build_with_refusal, failing_rank, message)):
+    culprit = 1
+    for rank, (actual_message, is_soon) in enumerate(trio.run(build_with_refusal, culprit, message)):
         assert message in actual_message
         assert is_soon
         if "differs" not in message:  # a rank that starts to build later hears that the run is over
-            assert (f"rank {failing_rank} failed outside of its ops: " in actual_message) == (rank != failing_rank)
+            assert (f"rank {culprit} failed outside of its ops: " in actual_message) == (rank != culprit)
 
 
-def die_while_tracing(rank: int, failing_rank: int) -> tuple[str, bool]:
+def die_tracing(rank: int, culprit: int) -> tuple[str, bool]:
     def deadly(p: Any, x: Tensor) -> Tensor:
         kill()
         return x @ p["w"]
@@ -206,41 +200,34 @@ def die_while_tracing(rank: int, failing_rank: int) -> tuple[str, bool]:
         return fpipe.build(program, model, runtime="distributed", example=example)
 
     build(multiply)  # traces are cached: the next build costs the other ranks no time
-    return timed_error(lambda: build(deadly if rank == failing_rank else multiply))
+    return timed_error(lambda: build(deadly if rank == culprit else multiply))
 
 
-def die_while_connecting(rank: int, failing_rank: int) -> tuple[str, bool]:
-    if rank == failing_rank:
+def die_connecting(rank: int, culprit: int) -> tuple[str, bool]:
+    if rank == culprit:
         transfers.PrefixStore = lambda *_: kill()
     message, seconds = time_call(lambda: build_three_stages(timeout=1))
     return message, seconds < 1 + 2 * SOON
 
 
 @pytest.mark.parametrize(
-    "cases",
-    [
-        [(die_while_tracing, 0), (die_while_connecting, 1)],
-        pytest.param([(die_while_tracing, 2)], marks=pytest.mark.deep),
-    ],
+    "cases", [[(die_tracing, 0), (die_connecting, 1)], pytest.param([(die_tracing, 2)], marks=pytest.mark.deep)]
 )
 def test_a_rank_that_is_killed_while_it_builds_is_named_soon(cases: list[tuple[Callable[..., Any], int]]):
     with several_groups(len(cases), 3) as groups:
-        for processes, (build, failing_rank) in zip(groups, cases, strict=True):
-            processes.start(build, failing_rank)
-        for processes, (build, failing_rank) in zip(groups, cases, strict=True):
+        for processes, (build, culprit) in zip(groups, cases, strict=True):
+            processes.start(build, culprit)
+        for processes, (build, culprit) in zip(groups, cases, strict=True):
             reason = "is gone and did not come to building the step, after the trace"
-            reason = "did not connect to the others in time" if build is die_while_connecting else reason
+            reason = "did not connect to the others in time" if build is die_connecting else reason
             results = processes.results()
-            assert results.pop(failing_rank) is None
-            assert all(
-                message.startswith(f"RankError: rank {failing_rank} {reason}") and is_soon
-                for message, is_soon in results
-            )
+            assert results.pop(culprit) is None
+            assert all(text.startswith(f"RankError: rank {culprit} {reason}") and is_soon for text, is_soon in results)
 
 
 def run_without_rank_1(rank: int, phase: str) -> Any:
     build_three_stages()  # traces are cached: the next build costs the other ranks no time
-    if phase == "build_with_refusal":
+    if phase == "building":
         return None if rank == 1 else time_call(lambda: build_three_stages(timeout=2))
     program, _, step, params = build_three_stages(timeout=2)
     return None if rank == 1 else time_call(lambda: step(local_part(program, rank, params), rows()))
@@ -248,7 +235,7 @@ def run_without_rank_1(rank: int, phase: str) -> Any:
 
 def test_a_rank_that_never_comes_is_named():
     with several_groups(2, 3) as groups:
-        for processes, phase in zip(groups, ("step", "build_with_refusal"), strict=True):
+        for processes, phase in zip(groups, ("step", "building"), strict=True):
             processes.start(run_without_rank_1, phase)
         for processes, place in zip(groups, ("step 1 in time", "building the step in time"), strict=True):
             rank_0_outcome, rank_1_outcome, rank_2_outcome = processes.results()
@@ -373,29 +360,25 @@ def wait_for_hanging_rank(rank: int, pids: tuple[int, ...], timeout: float) -> t
 def test_ctrl_c_ends_a_wait_for_a_rank_that_hangs(trio: Processes, interrupted_ranks: tuple[int, ...]):
     """Used to do nothing until the hang was over, as did a second Ctrl-C. All other ranks end too."""
     pids = tuple(trio.all[rank].pid for rank in interrupted_ranks)
-    (rank_0_messages, _, rank_0_end), (rank_1_messages, interrupt_time, _), (rank_2_messages, _, rank_2_end) = trio.run(
+    (rank_0, _, rank_0_end), (rank_1, interrupt_time, _), (rank_2, _, rank_2_end) = trio.run(
         wait_for_hanging_rank, pids, 30.0
     )
     assert rank_0_end - interrupt_time < SOON
     assert rank_2_end - rank_0_end < SOON
-    assert rank_0_messages[0].startswith("KeyboardInterrupt")
+    assert rank_0[0].startswith("KeyboardInterrupt")
     if len(interrupted_ranks) > 1:
-        assert rank_2_messages[0].startswith("KeyboardInterrupt")
-        assert rank_1_messages[0].startswith("KeyboardInterrupt")
+        assert rank_2[0].startswith("KeyboardInterrupt")
+        assert rank_1[0].startswith("KeyboardInterrupt")
     else:
-        assert re.match(r"RankError: rank 0 was interrupted by Ctrl-C in its RECV\(\S+ of step 2", rank_2_messages[0])
-        assert rank_1_messages[0] == rank_2_messages[0]
-    assert all(
-        next_message.startswith(RUN_IS_OVER) for _, next_message in (rank_0_messages, rank_1_messages, rank_2_messages)
-    )
+        assert re.match(r"RankError: rank 0 was interrupted by Ctrl-C in its RECV\(\S+ of step 2", rank_2[0])
+        assert rank_1[0] == rank_2[0]
+    assert all(next_message.startswith(RUN_IS_OVER) for _, next_message in (rank_0, rank_1, rank_2))
 
 
 def test_a_rank_that_hung_reports_that_the_others_gave_up_on_it(trio: Processes):
     """Used to blame all others for having closed their connections."""
-    (rank_0_messages, _, _), (rank_1_messages, _, _), (rank_2_messages, _, _) = trio.run(wait_for_hanging_rank, (), 1.0)
+    (rank_0, _, _), (rank_1, _, _), (rank_2, _, _) = trio.run(wait_for_hanging_rank, (), 1.0)
     pattern = r"RankError: rank 1 did not send what its 1\S+ writes in time; it was last seen in its 1F3 of step 2$"
-    assert re.match(pattern, rank_0_messages[0])
-    assert rank_0_messages[0] == rank_2_messages[0]
-    assert rank_1_messages[0] == rank_0_messages[0].replace(
-        "RankError: ", "RankError: the others gave up on this rank: "
-    )
+    assert re.match(pattern, rank_0[0])
+    assert rank_0[0] == rank_2[0]
+    assert rank_1[0] == rank_0[0].replace("RankError: ", "RankError: the others gave up on this rank: ")

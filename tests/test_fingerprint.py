@@ -73,7 +73,7 @@ def test_a_traced_tensor_that_was_rebound_is_refused(door: str):
 
     So did a tensor of the net that is no buffer.
     """
-    net, loss = tempered_net(), nn.CrossEntropyLoss(weight=torch.ones(4), reduction="mean_loss")
+    net, loss = tempered_net(), nn.CrossEntropyLoss(weight=torch.ones(4), reduction="mean")
     program, model, params = cut(door, net, loss)
     step = fpipe.build(program, model, audit="never")
     step(params, ROWS)
@@ -82,7 +82,7 @@ def test_a_traced_tensor_that_was_rebound_is_refused(door: str):
         "'weight' of the loss (CrossEntropyLoss) was bound anew since it was traced, and the trace holds the tensor"
     )
     new_step = fpipe.build(program, model, audit="never")
-    for run in (step, new_step, lambda *arguments: fpipe.verify(program, model, *arguments)):
+    for run in (step, new_step, lambda *args: fpipe.verify(program, model, *args)):
         with pytest.raises(ValueError, match=re.escape(sentence if door != "from_loss" else "was bound anew since it")):
             run(params, ROWS)
     program, model, params = cut(door, net, loss)
@@ -112,7 +112,7 @@ def test_a_net_changed_since_its_cut_is_refused_when_a_step_is_built(door: str, 
     step = fpipe.build(program, model, audit="never")
     loss_before = step(params, ROWS).loss
     change_net(net)
-    for run in (fpipe.build, lambda *arguments: fpipe.verify(*arguments, params, ROWS)):
+    for run in (fpipe.build, lambda *args: fpipe.verify(*args, params, ROWS)):
         with pytest.raises(ValueError, match=re.escape(f"{message} has changed since the model was cut.")):
             run(program, model)
     assert torch.equal(step(params, ROWS).loss, loss_before)  # as under jax.jit
@@ -131,15 +131,9 @@ def test_a_parameter_frozen_or_unfrozen_since_the_cut_is_refused(door: str, requ
     step = fpipe.build(program, model)
     step(params, ROWS)
     net[0].linear.weight.requires_grad_(requires_grad)
-    state_at_cut, state_now = ("was frozen", "is to train") if requires_grad else ("trained", "is frozen")
-    sentence = (
-        f"'weight' of module '0.linear' (Linear) {state_at_cut} when the model was cut and {state_now} now: cut anew."
-    )
-    for run in (
-        step,
-        lambda *arguments: fpipe.build(program, model),
-        lambda *arguments: fpipe.verify(program, model, *arguments),
-    ):
+    at_cut, state_now = ("was frozen", "is to train") if requires_grad else ("trained", "is frozen")
+    sentence = f"'weight' of module '0.linear' (Linear) {at_cut} when the model was cut and {state_now} now: cut anew."
+    for run in (step, lambda *args: fpipe.build(program, model), lambda *args: fpipe.verify(program, model, *args)):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             run(params, ROWS)
 

@@ -169,14 +169,10 @@ def tied_in_autocast(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
 def a_checkpoint_in_a_checkpoint(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
     """Used to be refused: the trace detached the inner checkpoint, and lost its gradient."""
 
-    def checkpointed_tanh(x: Tensor) -> Any:
+    def inner_tanh(x: Tensor) -> Any:
         return checkpoint(torch.tanh, x, use_reentrant=False)
 
-    return (
-        (checkpoint(checkpointed_tanh, fpipe.boundary(x @ p["a"]) @ p["b"], use_reentrant=False) - target)
-        .square()
-        .mean()
-    )
+    return (checkpoint(inner_tanh, fpipe.boundary(x @ p["a"]) @ p["b"], use_reentrant=False) - target).square().mean()
 
 
 def writes_into_a_view(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
@@ -240,7 +236,7 @@ def function_grads(loss_fn: Any, params: Any, batch: tuple[Tensor, Tensor], micr
     return {name: leaf.grad for name, leaf in leaves.items()}
 
 
-def assert_function_grads(loss_fn: Any, params: Any, batch: Any, microbatches: int) -> fpipe.Model:
+def assert_grads(loss_fn: Any, params: Any, batch: Any, microbatches: int) -> fpipe.Model:
     """Assert that a cut function has its own gradients bit by bit, and up to rounding for tied leaves.
 
     Those add up in another order.
@@ -264,7 +260,7 @@ def test_a_cut_function_has_its_own_gradients(function: Any):
     """
     torch.manual_seed(0)
     params = {name: torch.randn(4, 4) for name in "abc"}
-    assert_function_grads(lambda p, batch: function(p, *batch), params, rows(7), 3)
+    assert_grads(lambda p, batch: function(p, *batch), params, rows(7), 3)
 
 
 class Tripled(torch.autograd.Function):
@@ -450,10 +446,8 @@ def test_a_refusal_names_the_module_and_the_users_line(decides: bool) -> None:
     code = (Decides.forward if decides else loss_fn).__code__
     location = "in module 'net.1' (Decides), at" if decides else "at"
     line = code.co_firstlineno + 1
-    source_line = linecache.getline(__file__, line).strip()
-    assert str(error.value).splitlines()[1:] == [
-        f"  {location} test_from_loss.py:{line}, in {code.co_name}: {source_line}"
-    ]
+    text = linecache.getline(__file__, line).strip()
+    assert str(error.value).splitlines()[1:] == [f"  {location} test_from_loss.py:{line}, in {code.co_name}: {text}"]
 
 
 def test_torchs_error_on_row_counts_is_explained():
@@ -526,10 +520,8 @@ def windowed(w: Tensor, x: Tensor) -> Tensor:
 def routed(w: Tensor, x: Tensor) -> Tensor:
     """Route tokens, like a mixture of experts: how many an expert gets depends on the data."""
     tokens = x.reshape(-1, x.shape[-1])
-    expert_tokens = (tokens[:, 0] > 0).nonzero().squeeze(1)
-    return tokens.index_add(
-        0, expert_tokens, torch.tanh(tokens[expert_tokens] @ w) / (1 + expert_tokens.shape[0])
-    ).view_as(x)
+    chosen = (tokens[:, 0] > 0).nonzero().squeeze(1)
+    return tokens.index_add(0, chosen, torch.tanh(tokens[chosen] @ w) / (1 + chosen.shape[0])).view_as(x)
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
@@ -542,7 +534,7 @@ def test_a_stage_may_read_sizes_that_it_computes(layer: Any):
         return F.mse_loss(x, batch[1])
 
     params, batch = {name: torch.randn(4, 4) for name in "ab"}, (torch.randn(4, 4, 4, 4), torch.randn(4, 4, 4, 4))
-    assert assert_function_grads(loss_fn, params, batch, 2).inputs == ("batch", 0)
+    assert assert_grads(loss_fn, params, batch, 2).inputs == ("batch", 0)
 
 
 def test_a_stage_that_takes_windows_computes_the_number_of_images_from_them():
@@ -556,11 +548,7 @@ def test_a_stage_that_takes_windows_computes_the_number_of_images_from_them():
         return F.mse_loss(windows.reshape(rows, length, width) * rows, batch[1])
 
     batch = torch.randn(6, 4, 4), torch.randn(6, 4, 4)
-    assert assert_function_grads(loss_fn, {name: torch.randn(4, 4) for name in "ab"}, batch, 4).inputs == (
-        "batch",
-        0,
-        1,
-    )
+    assert assert_grads(loss_fn, {name: torch.randn(4, 4) for name in "ab"}, batch, 4).inputs == ("batch", 0, 1)
 
 
 def test_an_example_may_have_one_row():
@@ -800,10 +788,8 @@ def test_a_net_in_another_mode_or_with_other_parameters_is_refused(is_named: boo
         step(stage_params, batch, key=0)
     with pytest.raises(ValueError, match=re.escape("Call from_loss again in this mode.")):
         fpipe.reference(model, stage_params, batch, key=0)
-    eval_model, _ = fpipe.from_loss(loss_fn, params, batch)
-    assert torch.equal(
-        fpipe.build(fpipe.program(eval_model), eval_model)(stage_params, batch).loss, loss_fn(params, batch)
-    )
+    recut, _ = fpipe.from_loss(loss_fn, params, batch)
+    assert torch.equal(fpipe.build(fpipe.program(recut), recut)(stage_params, batch).loss, loss_fn(params, batch))
     net.train()
     assert torch.equal(step(stage_params, batch, key=0).loss, loss_before)
     net[0].weight.data = torch.randn(4, 4)
@@ -843,7 +829,7 @@ def test_a_checkpoint_around_the_loss_function_is_cut():
         return F.mse_loss(fpipe.boundary(batch[0] @ params["a"]) @ params["b"], batch[1])
 
     params = {name: torch.randn(4, 4) for name in "ab"}
-    model = assert_function_grads(functools.partial(checkpoint, loss_fn, use_reentrant=False), params, rows(), 2)
+    model = assert_grads(functools.partial(checkpoint, loss_fn, use_reentrant=False), params, rows(), 2)
     assert len(model.stages) == 2
 
 

@@ -99,10 +99,10 @@ class Around(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
-            x = self.around(block, x)
+            x = self.call_block(block, x)
         return self.head(x)
 
-    def net_calling(self, block: nn.Module, x: Tensor) -> Tensor:
+    def call_block(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
 
 
@@ -146,7 +146,7 @@ def test_blocks_keep_their_autocast_and_no_grad_contexts() -> None:
 
 
 class Marked(Around):
-    def net_calling(self, block: nn.Module, x: Tensor) -> Tensor:
+    def call_block(self, block: nn.Module, x: Tensor) -> Tensor:
         y = block(x)
         return fpipe.boundary(y) if block is self.blocks[0] else y
 
@@ -200,16 +200,14 @@ def test_inputs_may_be_keywords_and_the_net_may_compute_the_loss() -> None:
 class LossAmongOutputs(nn.Module):
     """A net that passes its arguments on, and returns outputs and loss together, as nanoGPT does."""
 
-    def __init__(self, output_kind: str) -> None:
+    def __init__(self, output: str) -> None:
         super().__init__()
-        self.net, self.output_kind = TwoTowers(), output_kind
+        self.net, self.output = TwoTowers(), output
 
     def forward(self, *args: Any, **keyword_args: Any) -> Any:
         outputs = self.net(*args, **keyword_args)
         joint, loss = outputs["joint"], outputs["loss"]
-        return {"pair": (joint, loss), "rows": {"loss": loss.view(1)}, "two": (joint, [loss, loss + 1])}[
-            self.output_kind
-        ]
+        return {"pair": (joint, loss), "rows": {"loss": loss.view(1)}, "two": (joint, [loss, loss + 1])}[self.output]
 
 
 def test_the_only_number_that_a_net_returns_is_its_loss() -> None:
@@ -417,7 +415,7 @@ def rebuild_module(module: Any, x: Tensor) -> Tensor:
     return module.inner(x)
 
 
-def draw_from_generator(module: Any, x: Tensor) -> Tensor:
+def draw_unkeyed(module: Any, x: Tensor) -> Tensor:
     return x + torch.rand(x.shape, generator=torch.Generator())
 
 
@@ -446,10 +444,7 @@ CHANGE = "Change the line below, or use from_loss with fpipe.boundary, or from_f
         (map_inside, "write them for batches, as torch.einsum does, or use from_functions."),
         # As some of transformers are for short sequences.
         (rebuild_module, "Run it on the example once before, so that it is what it will be. " + CHANGE),
-        (
-            draw_from_generator,
-            "draws from a generator of its own (rand), which is in no key; draw without it. " + CHANGE,
-        ),
+        (draw_unkeyed, "draws from a generator of its own (rand), which is in no key; draw without it. " + CHANGE),
         (write_constant, "which is no buffer of its own. Work on a copy."),
     ],
 )
@@ -485,7 +480,7 @@ def test_hooks_registered_during_export_are_removed() -> None:
 
 def net_calling(function: Any) -> nn.Module:
     net = Around(2)
-    vars(net)["net_calling"] = function
+    vars(net)["call_block"] = function
     return net
 
 

@@ -26,9 +26,7 @@ def perceptron(layers: int = 8, width: int = 64) -> nn.Sequential:
     )
 
 
-def cut_sequential(
-    net: nn.Sequential, stages: int, rows: int = 32, width: int = 64
-) -> tuple[fpipe.Model, Any, Any, Any]:
+def cut_net(net: nn.Sequential, stages: int, rows: int = 32, width: int = 64) -> tuple[fpipe.Model, Any, Any, Any]:
     model, params, state = fpipe.from_sequential(net, stages=stages, loss=nn.functional.mse_loss)
     return model, params, state, (torch.randn(rows, width), torch.randn(rows, width))
 
@@ -51,7 +49,7 @@ TRANSFORMS = {
 def test_layer_checkpoints_are_bitwise_and_hold_the_predicted_bytes(steps: str, trace: bool):
     layers = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.Dropout(0.3)]
     net = nn.Sequential(*layers, nn.Unflatten(1, (4, 16)), attention(16), nn.Flatten(), nn.Linear(64, 64))
-    model, params, state, batch = cut_sequential(net, 3)
+    model, params, state, batch = cut_net(net, 3)
     program = program_of(model, *TRANSFORMS[steps], ranks=3)
     result = fpipe.build(program, model, trace=trace, record=True)(params, batch, state=state, key=7)
     assert equal_bits(result, fpipe.reference(model, params, batch, microbatches=M, state=state, key=7))
@@ -71,7 +69,7 @@ def peak_mib(model: fpipe.Model, params: Any, batch: Any, *transforms: Any, m: i
 
 @pytest.mark.parametrize("halves", [(), (HALVES,)], ids=["B", "I W"])
 def test_the_residuals_of_one_layer_at_a_time_are_alive(halves: tuple[Any, ...]):
-    model, params, _, batch = cut_sequential(perceptron(), 1, rows=2048)
+    model, params, _, batch = cut_net(perceptron(), 1, rows=2048)
     policies = ((), (fpipe.checkpoint(),), (LAYERS,))
     never, stage, layer = (peak_mib(model, params, batch, *policy, *halves, m=1) for policy in policies)
     assert stage > 0.95 * never  # R of a whole stage holds its residuals all at once
@@ -86,7 +84,7 @@ def test_a_stage_is_recomputed_once_for_each_microbatch(grain: Any, products: in
     recompute nothing twice.
     """
     blocks = (nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(8))
-    model, params, _, batch = cut_sequential(nn.Sequential(*blocks), 2)
+    model, params, _, batch = cut_net(nn.Sequential(*blocks), 2)
 
     def flops(*transforms: Any) -> int:
         step = fpipe.build(program_of(model, *transforms), model, audit="never")
@@ -157,7 +155,7 @@ SAVES = [[aten.addmm.default, aten.mm.default], policy, save_all_but]
 
 @pytest.mark.parametrize("save", SAVES, ids=["list", "policy", "all but"])
 def test_saved_ops_are_not_recomputed(save: Any):
-    model, params, _, batch = cut_sequential(perceptron(), 2)
+    model, params, _, batch = cut_net(perceptron(), 2)
     program = program_of(model, fpipe.checkpoint(grain="layer", save=save))
     step = fpipe.build(program, model, record=True)
     plain = fpipe.build(program_of(model), model, audit="never")

@@ -93,14 +93,9 @@ def test_a_case_checks_and_parses_back_with_and_without_transfers(name: str):
 def test_communicate_leaves_the_simulation_of_a_case_unchanged(name: str):
     case = CASES[name]
     costs = fpipe.Costs(forward=3, backward_input=2, backward_weight=1, transfer=0.5)
-    implicit_timeline, timeline_with_transfers = (
-        fpipe.simulate(program, costs) for program in (case.program, case.sent)
-    )
+    plain_timeline, sent_timeline = (fpipe.simulate(program, costs) for program in (case.program, case.sent))
     work_times = lambda timeline: {(op.cell, start, end) for op, start, end in timeline.events if end > start}  # noqa: E731
-    assert (work_times(implicit_timeline), implicit_timeline.peak) == (
-        work_times(timeline_with_transfers),
-        timeline_with_transfers.peak,
-    )
+    assert (work_times(plain_timeline), plain_timeline.peak) == (work_times(sent_timeline), sent_timeline.peak)
 
 
 @every_case

@@ -15,7 +15,7 @@ SPLIT = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(1))
 TEXT = str(SPLIT)
 
 
-def text_with_how(text: str) -> str:
+def with_how(text: str) -> str:
     return TEXT.replace("{index=0, count=2}", f"{{{text}}}")
 
 
@@ -36,15 +36,12 @@ TEXTS = {
     ),
     "deep JSON": ('{"a": ' + nest(100_000, "[ ", "", "] ") + "}", "it nests too deeply"),
     "a wide number of JSON": (to_json(SPLIT).replace('"rank": 0', '"rank": ' + "9" * 5000), "a word of 5000"),
-    "signs": (text_with_how("index=" + "- " * 100_000 + "1"), "is not a list of name=literal"),
-    "a wide number": (text_with_how("index=0, count=0x" + "f" * 90), "is not a list of name=literal"),
-    "junk before": (text_with_how("junk=99)(index=0, count=2"), "{junk=99)(index=0, count=2} is not a list"),
-    "a spec that is no literal": (
-        text_with_how("index=0, count=2, spec='((('"),
-        "has a spec: '(((' is no Python literal",
-    ),
-    "a spec that is no text": (text_with_how("index=0, count=2, spec=3"), "says spec=3, where str is wanted"),
-    "an index of another type": (text_with_how("index=False, count=2"), "says index=False, where int is wanted"),
+    "signs": (with_how("index=" + "- " * 100_000 + "1"), "is not a list of name=literal"),
+    "a wide number": (with_how("index=0, count=0x" + "f" * 90), "is not a list of name=literal"),
+    "junk before": (with_how("junk=99)(index=0, count=2"), "{junk=99)(index=0, count=2} is not a list"),
+    "a spec that is no literal": (with_how("index=0, count=2, spec='((('"), "has a spec: '(((' is no Python literal"),
+    "a spec that is no text": (with_how("index=0, count=2, spec=3"), "says spec=3, where str is wanted"),
+    "an index of another type": (with_how("index=False, count=2"), "says index=False, where int is wanted"),
     "slices that are none": (TEXT.replace("count=2", "count=2, slices=999999999"), "but the program has 1 slices"),
     "one home thrice": (TEXT.replace("params[0] @ 0", "params[0] @ 0,0,0"), "params[0] names a home twice"),
     "a stage that is alone": (

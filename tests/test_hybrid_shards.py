@@ -55,10 +55,8 @@ def grads_added_by_group(net: nn.Module, batches: list[Any], variant: str) -> di
         grads_by_replica.append([])
         for x, target in zip(*(half.chunk(2) for half in batch), strict=True):
             loss = MSE(net(x), target) * (1 / 8)
-            microbatch_grads = torch.autograd.grad(loss, [*net.parameters()])
-            grads_by_replica[-1].append(
-                dict(zip((name for name, _ in net.named_parameters()), microbatch_grads, strict=True))
-            )
+            grads = torch.autograd.grad(loss, [*net.parameters()])
+            grads_by_replica[-1].append(dict(zip((name for name, _ in net.named_parameters()), grads, strict=True)))
 
     def added(summands: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         return {name: reduce(torch.add, [summand[name] for summand in summands]) for name in summands[0]}
@@ -66,17 +64,12 @@ def grads_added_by_group(net: nn.Module, batches: list[Any], variant: str) -> di
     if variant == "each microbatch":
         groups = [
             added(
-                [
-                    added([replica_grads[microbatch] for replica_grads in grads_by_replica[start : start + 2]])
-                    for microbatch in range(2)
-                ]
+                [added([parts[microbatch] for parts in grads_by_replica[start : start + 2]]) for microbatch in range(2)]
             )
             for start in (0, 2)
         ]
     else:
-        groups = [
-            added([added(replica_grads) for replica_grads in grads_by_replica[start : start + 2]]) for start in (0, 2)
-        ]
+        groups = [added([added(parts) for parts in grads_by_replica[start : start + 2]]) for start in (0, 2)]
     return added(groups)
 
 
@@ -109,9 +102,7 @@ def wrong_leaves(rank: int, variant: str, ranks: int, is_transposed: bool) -> li
 @pytest.mark.crossed
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("variant", SHARD_OPTIONS)
-def test_groups_of_processes_give_the_bits_of_autograd_added_by_group(
-    four: Processes, variant: str, is_transposed: bool
-):
+def test_groups_give_the_bits_of_autograd_added_by_group(four: Processes, variant: str, is_transposed: bool):
     assert four.run(wrong_leaves, variant, 1, is_transposed) == [[]] * 4
 
 
@@ -124,7 +115,7 @@ def test_two_by_two_by_two_processes_give_the_bits_of_autograd(eight: Processes,
     assert eight.run(wrong_leaves, variant, 2, False) == [[]] * 8
 
 
-def lose_process(rank: int, lost_replica: int, variant: str) -> Any:
+def lose_process(rank: int, culprit: int, variant: str) -> Any:
     """Return the error and seconds of each process after one exits."""
     mesh = replica_mesh(1, False)
     model = fpipe.from_functions([lambda p, x: torch.tanh(x @ p["w"])] * 2, MSE)
@@ -133,7 +124,7 @@ def lose_process(rank: int, lost_replica: int, variant: str) -> Any:
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, rows(8)))
     batch = tuple(half + rank for half in rows(8))
     step(shards, batch)
-    if rank == lost_replica:
+    if rank == culprit:
         os._exit(1)
     return time_call(lambda: step(shards, batch))
 
@@ -144,15 +135,13 @@ def test_a_lost_process_is_named_in_both_groups():
     with several_groups(len(cases), 4) as groups:
         for workers, case in zip(groups, cases, strict=True):
             workers.start(lose_process, *case)
-        for workers, (lost_replica, _) in zip(groups, cases, strict=True):
-            for message, seconds in [
-                receive_answer(pipe) for rank, pipe in enumerate(workers.pipes) if rank != lost_replica
-            ]:
-                assert message.startswith(f"RankError: replica {lost_replica}: rank 0 is gone")
+        for workers, (culprit, _) in zip(groups, cases, strict=True):
+            for text, seconds in [receive_answer(pipe) for rank, pipe in enumerate(workers.pipes) if rank != culprit]:
+                assert text.startswith(f"RankError: replica {culprit}: rank 0 is gone")
                 assert seconds < SOON
 
 
-def fail_in_backward(rank: int, failing_rank: int) -> Any:
+def fail_in_backward(rank: int, culprit: int) -> Any:
     """Return the error and seconds of each process when one fails in a backward."""
     mesh = replica_mesh(1, False)
     model = fpipe.from_functions([lambda p, x: torch.tanh(x @ p["w"])] * 2, MSE)
@@ -160,12 +149,12 @@ def fail_in_backward(rank: int, failing_rank: int) -> Any:
     batch = tuple(half + rank for half in rows(8))
     program = hybrid_program(model, "each use", 1)
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batch), check_finite=True)
-    local_batch = (torch.full_like(batch[0], float("nan")), batch[1]) if rank == failing_rank else batch
+    local_batch = (torch.full_like(batch[0], float("nan")), batch[1]) if rank == culprit else batch
     return time_call(lambda: step(shards, local_batch))
 
 
-@pytest.mark.parametrize("failing_rank", [0, 3])
-def test_one_failure_ends_both_groups_with_its_message(four: Processes, failing_rank: int):
-    for message, seconds in four.run(fail_in_backward, failing_rank):
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_one_failure_ends_both_groups_with_its_message(four: Processes, culprit: int):
+    for message, seconds in four.run(fail_in_backward, culprit):
         assert "NaN or infinite numbers" in message
         assert seconds < SOON

@@ -125,12 +125,8 @@ def test_a_lazy_name_is_imported_on_access():
 def test_a_type_checker_sees_the_lazy_and_the_public_names():
     """Lazy names stand twice: for the type checker, and in the table by which they are found."""
     body = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
-    lazy_imports = next(
-        node.body for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )
-    imports = [
-        node for node in lazy_imports if isinstance(node, ast.ImportFrom) and node.module and node.module != "fpipe"
-    ]
+    guarded = next(node.body for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in guarded if isinstance(node, ast.ImportFrom) and node.module and node.module != "fpipe"]
     names = {node.module.removeprefix("fpipe."): tuple(alias.name for alias in node.names) for node in imports}
     assert names == fpipe._LAZY_NAMES
     eager_imports = [node for node in body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fpipe")]

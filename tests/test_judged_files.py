@@ -190,18 +190,16 @@ def test_files_without_tensors_by_name_are_refused(name: str, model_file: str, t
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "make_tensor",
+    "make",
     [
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ],
     ids=["quantized", "nested"],
 )
-def test_tensors_whose_numbers_cannot_be_compared_are_refused_by_name(
-    make_tensor: Callable[[], Tensor], tmp_path: Path
-):
+def test_tensors_whose_numbers_cannot_be_compared_are_refused_by_name(make: Callable[[], Tensor], tmp_path: Path):
     """A quantized tensor in two files used to end the process."""
-    torch.save({"w": make_tensor()}, tmp_path / "a.pt")
+    torch.save({"w": make()}, tmp_path / "a.pt")
     with pytest.raises(ValueError, match=r"a.pt holds a .*tensor of .* under 'w'; wanted are tensors by name."):
         read_tensors([str(tmp_path / "a.pt")] * 2)
 

@@ -54,20 +54,20 @@ def test_a_layer_linearized_is_plain_autograd(name: str):
     case = BY_NAME[name]
     example = case.make()
 
-    def arguments() -> tuple[Any, Any]:
+    def args() -> tuple[Any, Any]:
         new_example = case.make()
         return new_example.params, new_example.x
 
     if example.module is None:
         expected = run_plain(example.function, as_fresh_leaves(example.params), as_fresh_leaves(example.x))
     else:
-        training_case = {key: leaf for key, leaf in example.module.named_parameters() if leaf.requires_grad}
+        params = {key: leaf for key, leaf in example.module.named_parameters() if leaf.requires_grad}
         call: Any = example.module
         expected = run_plain(
-            lambda p, x: call(*x) if isinstance(x, tuple) else call(x), training_case, as_fresh_leaves(example.x)
+            lambda p, x: call(*x) if isinstance(x, tuple) else call(x), params, as_fresh_leaves(example.x)
         )
     lawful = assert_lawful(
-        example.function, arguments, expected, partial(assert_agree, case), more_memory=bool(case.extra_memory)
+        example.function, args, expected, partial(assert_agree, case), more_memory=bool(case.extra_memory)
     )
     traced = lawful.traced
     node_by_name = {node.name: node for node in traced.graph.nodes}
@@ -107,12 +107,12 @@ def test_each_layer_of_the_grammar_is_plain_autograd(layers: tuple[str, ...]):
     """Each layer runs once here; `property_tests/test_linearize_laws.py` draws them nested and in any order."""
     recipe = DrawnStage(layers)
 
-    def arguments() -> tuple[Any, Any]:
+    def args() -> tuple[Any, Any]:
         return recipe.params(), recipe.input(4)
 
-    expected = run_plain(recipe, *map(as_fresh_leaves, arguments()))
+    expected = run_plain(recipe, *map(as_fresh_leaves, args()))
     assert_lawful(
-        recipe.function, arguments, expected, less_work=has_unread_work(recipe), more_memory=works_in_place(recipe)
+        recipe.function, args, expected, less_work=has_unread_work(recipe), more_memory=works_in_place(recipe)
     )
 
 
@@ -158,7 +158,7 @@ def half(index: int, leaf: Any) -> Any:
 class TrainingCase:
     """A case as a model of two stages, and a batch of four rows for it."""
 
-    made: StageExample
+    example: StageExample
     model: fpipe.Model
     params: tuple[Any, ...]
     batch: tuple[Any, Tensor]
@@ -173,41 +173,41 @@ class TrainingCase:
     def run_plain(self) -> tuple[Tensor, list[Tensor]]:
         """Return loss and gradients of plain autograd, one microbatch after the next."""
         total, sums = torch.tensor(0.0), []
-        for k in range(2):
-            x, target = tree.tree_map(partial(half, k), self.batch)
+        for index in range(2):
+            x, target = tree.tree_map(partial(half, index), self.batch)
             if self.net is not None:
-                wanted = [leaf for leaf in self.net.parameters() if leaf.requires_grad]
+                trained_leaves = [leaf for leaf in self.net.parameters() if leaf.requires_grad]
                 y = self.net(x)
             else:
-                first, second = as_fresh_leaves(self.params)
-                wanted = [leaf for leaf in tree.leaves((first, second)) if wants_grad(leaf)]
-                y = self.made.function(second, scale_stage(first, x))
-            share = loss(y, target) * 0.5
-            found = torch.autograd.grad(share, wanted, allow_unused=True)
+                first_params, second_params = as_fresh_leaves(self.params)
+                trained_leaves = [leaf for leaf in tree.leaves((first_params, second_params)) if wants_grad(leaf)]
+                y = self.example.function(second_params, scale_stage(first_params, x))
+            loss_share = loss(y, target) * 0.5
+            grads = torch.autograd.grad(loss_share, trained_leaves, allow_unused=True)
             sums = (
-                [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
-                if k
-                else found
+                [b if a is None else a if b is None else a + b for a, b in zip(sums, grads, strict=True)]
+                if index
+                else grads
             )
-            total = total + share.detach() if k else share.detach()
+            total = total + loss_share.detach() if index else loss_share.detach()
         return total, sums
 
 
 def training_case(case: Case) -> TrainingCase:
-    made = case.make()
-    batch = (made.x, torch.randn(4))
-    if made.module is None:
-        params = ({"w": torch.tensor(1.25)}, made.params)
-        return TrainingCase(made, fpipe.from_functions([scale_stage, made.function], loss=loss), params, batch)
-    first = Toy(lambda as_fresh_leaves, x: scale_stage({"w": as_fresh_leaves.w}, x), w=nn.Parameter(torch.tensor(1.25)))
-    spread = Toy(lambda as_fresh_leaves, x: as_fresh_leaves.inner(*x), inner=made.module)
-    net = nn.Sequential(first, spread if isinstance(made.x, tuple) else made.module)
+    example = case.make()
+    batch = (example.x, torch.randn(4))
+    if example.module is None:
+        params = ({"w": torch.tensor(1.25)}, example.params)
+        return TrainingCase(example, fpipe.from_functions([scale_stage, example.function], loss=loss), params, batch)
+    scale_module = Toy(lambda module, x: scale_stage({"w": module.w}, x), w=nn.Parameter(torch.tensor(1.25)))
+    unpack = Toy(lambda module, x: module.inner(*x), inner=example.module)
+    net = nn.Sequential(scale_module, unpack if isinstance(example.x, tuple) else example.module)
     model, params, _ = fpipe.from_sequential(net, sizes=[1, 1], loss=loss)
-    return TrainingCase(made, model, params, batch, net)
+    return TrainingCase(example, model, params, batch, net)
 
 
 def assert_same_step(case: Case, case_run: TrainingCase, result: fpipe.Result) -> None:
-    total, sums = case_run.plain()
+    total, sums = case_run.run_plain()
     pairs = zip(tree.leaves(result.grads), tree.leaves(case_run.params), strict=True)
     assert_agree(case, [result.loss, *(g for g, leaf in pairs if wants_grad(leaf))], [total, *sums])
 
@@ -318,9 +318,9 @@ def test_a_compiled_function_is_never_handed_tensors_without_data():
     argument_types = []
 
     def backend(graph, examples):
-        def kernel(*arguments):
-            argument_types.extend(type(argument) for argument in arguments)
-            return graph(*arguments)
+        def kernel(*args):
+            argument_types.extend(type(argument) for argument in args)
+            return graph(*args)
 
         return kernel
 

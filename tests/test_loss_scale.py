@@ -26,20 +26,16 @@ SCALES: dict[str, tuple[float, Any]] = {  # the first scale, and how it goes on
 
 
 def scaled_program(
-    model: Any, *transforms: Any, later_transforms: Any = (), loss_scale: Any = "dynamic", **options: Any
+    model: Any, *transforms: Any, suffix: Any = (), loss_scale: Any = "dynamic", **options: Any
 ) -> fpipe.Program:
     update = fpipe.update("AdamW", loss_scale=loss_scale, **options)
-    return fpipe.chain(fpipe.split(4), *transforms, fpipe.merge(outputs=False), *later_transforms, update)(
-        fpipe.program(model)
-    )
+    return fpipe.chain(fpipe.split(4), *transforms, fpipe.merge(outputs=False), *suffix, update)(fpipe.program(model))
 
 
-def train_with_grad_scaler(
-    net: nn.Module, all_batches: Any, first_scale: float, growth: Any, clip: float | None
-) -> Any:
+def train_with_grad_scaler(net: nn.Module, all_batches: Any, init_scale: float, growth: Any, clip: float | None) -> Any:
     """Return losses, whether each step was taken, scales and the optimizer of a plain loop with torch's scaler."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=first_scale, **({} if growth == "dynamic" else growth))
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, **({} if growth == "dynamic" else growth))
     losses, is_taken, scales = list[Tensor](), list[bool](), list[float]()
     for batch in all_batches:
         optimizer.zero_grad()
@@ -65,18 +61,18 @@ def train_with_grad_scaler(
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, {"donate": True}], ids=repr)
 def test_steps_equal_those_of_torchs_scaler(options: dict[str, Any], clip: float | None, case: str):
-    net, all_batches, (first_scale, growth) = net_of(), batches(5), SCALES[case]
+    net, all_batches, (init_scale, growth) = net_of(), batches(5), SCALES[case]
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
     program = scaled_program(model, fpipe.split_backward(), fpipe.schedules.zb_h1(4), loss_scale=growth, clip=clip)
     assert fpipe.Program.parse(str(program)) == program
     step = fpipe.build(program, model, autocast=torch.float16, **options)
     params = fpipe.tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), params)
-    opt, scale, outcomes = fpipe.optimizer_state(program, params), first_scale, list[Any]()
+    opt, scale, outcomes = fpipe.optimizer_state(program, params), init_scale, list[Any]()
     for batch in all_batches:
         result = step(params, batch, opt=opt, lr=0.01, scale=scale)
         params, opt, scale = result.params, result.opt, result.scale
         outcomes.append((result.loss, bool(result.valid), float(result.scale[0])))
-    *expected, optimizer = train_with_grad_scaler(net, all_batches, first_scale, growth, clip)
+    *expected, optimizer = train_with_grad_scaler(net, all_batches, init_scale, growth, clip)
     assert outcomes == [*zip(*expected, strict=True)]
     assert (False in expected[1]) == (case == "first ones skipped")
     assert differences(net, optimizer, result) == []
@@ -101,18 +97,14 @@ def step_on_rank(rank: int) -> list[Any]:
     """
     _, replica, _ = meshed()
     model, params, _ = fpipe.from_sequential(net_of(), stages=4, loss=MSE)
-    program = scaled_program(model, fpipe.schedules.interleaved(2), later_transforms=[fpipe.shard()], clip=0.05)
+    program = scaled_program(model, fpipe.schedules.interleaved(2), suffix=[fpipe.shard()], clip=0.05)
     batch = tuple(half * (1.0 if replica else 64.0) for half in batches(1)[0])
     step, local_params = started(model, params, program, batch, autocast=torch.float16)
     outcomes = list[Any]()
     for scale in (2.0**14, 2.0**4):
         result = step(local_params, batch, opt=fpipe.optimizer_state(program, local_params), lr=0.01, scale=scale)
         pairs = zip(fpipe.tree.leaves(result.params), fpipe.tree.leaves(local_params), strict=True)
-        unchanged = [
-            torch.equal(new_leaf.to_local(), old_leaf.to_local())
-            for new_leaf, old_leaf in pairs
-            if new_leaf is not None
-        ]
+        unchanged = [torch.equal(new.to_local(), old.to_local()) for new, old in pairs if new is not None]
         outcomes.append((bool(result.valid), all(unchanged), float(result.scale[0])))
     return outcomes
 
@@ -150,19 +142,19 @@ fpipe.update("SGD", loss_scale={"growth_interval": 0})
 
 
 @pytest.mark.parametrize(
-    "first_scale", [2.0**16, 2.0**125, float("inf")], ids=["step_with", "the first skipped", "all skipped"]
+    "init_scale", [2.0**16, 2.0**125, float("inf")], ids=["taken", "the first skipped", "all skipped"]
 )
-def test_verify_compares_with_torchs_scaler(first_scale: float):
+def test_verify_compares_with_torchs_scaler(init_scale: float):
     model, params, _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
     all_batches = batches(3)
     growth = {"growth_interval": 1, "backoff_factor": 2.0**-20}
     program = fpipe.steps(3)(scaled_program(model, fpipe.schedules.zb_h1(2), loss_scale=growth, clip=0.05))
-    report = fpipe.verify(program, model, params, all_batches, scale=first_scale)
+    report = fpipe.verify(program, model, params, all_batches, scale=init_scale)
     assert report.bitwise, report
     assert {"norm", "valid", "scale"} < {leaf.name.partition("[")[0] for leaf in report.leaves}
     text = str(program)
     wrong_text = text.replace("sum[0,7] scale[,3]", "sum[0,7] scale")
     assert wrong_text != text
-    if first_scale == 2.0**125:
+    if init_scale == 2.0**125:
         with pytest.raises(fpipe.GradientMismatch):
-            fpipe.verify(fpipe.Program.parse(wrong_text), model, params, all_batches, scale=first_scale)
+            fpipe.verify(fpipe.Program.parse(wrong_text), model, params, all_batches, scale=init_scale)

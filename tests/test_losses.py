@@ -242,9 +242,7 @@ def test_a_scale_that_no_gradient_can_start_with_is_refused(dtype, scale: float,
     model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: (y * t).mean())
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     stage_params, half = ({"w": torch.ones(1, dtype=dtype)},), torch.ones(4, 1, dtype=dtype)
-    message = (
-        f"loss_scale={scale!r} is too much for a loss in {dtype}, whose gradient would start at {start!r} (the most"
-    )
+    message = f"loss_scale={scale!r} is too much for a loss in {dtype}, whose gradient would start at {start!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
         fpipe.build(program, model, trace=trace, loss_scale=scale)(stage_params, (half, half))
     largest = torch.finfo(dtype).max
@@ -278,10 +276,8 @@ def test_gradients_are_clipped_as_torch_clips_them(limit: float, norm_type: floa
     grads_before = fpipe.tree.tree_map(torch.clone, grads)
     clipped, norm = fpipe.clip_grads(grads, limit, norm_type=norm_type)
     assert torch.equal(norm, expected)
-    clipped_by_name = {name: grad for stage in clipped for name, grad in stage.items()}
-    assert all(
-        torch.equal(clipped_by_name[name], leaf.grad) for name, leaf in net.named_parameters() if leaf.grad is not None
-    )
+    by_name = {name: grad for stage in clipped for name, grad in stage.items()}
+    assert all(torch.equal(by_name[name], leaf.grad) for name, leaf in net.named_parameters() if leaf.grad is not None)
     assert all(map(torch.equal, fpipe.tree.leaves(grads), fpipe.tree.leaves(grads_before)))
 
 
@@ -362,12 +358,12 @@ def embedded(p: Any, ids: Tensor) -> Tensor:
     return p["e"][ids]
 
 
-def entropy_of_labels(y: Tensor, t: Tensor, **options: Any) -> Tensor:
+def entropy(y: Tensor, t: Tensor, **options: Any) -> Tensor:
     return nn.functional.cross_entropy(y.flatten(0, 1), t.flatten(), **options)
 
 
 def total_and_count(y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    return entropy_of_labels(y, t, reduction="sum"), (t != -100).sum()
+    return entropy(y, t, reduction="sum"), (t != -100).sum()
 
 
 class FlatLabelLoss:
@@ -378,10 +374,10 @@ class FlatLabelLoss:
 
 
 IDS = torch.arange(12).view(4, 3) % 5
-SOME_PADDED = IDS.masked_fill(
+UNEVEN = IDS.masked_fill(
     torch.arange(4)[:, None] * 3 < torch.arange(3) * 4, -100
 )  # rows have different numbers of padded labels
-FIRST_PADDED = IDS.masked_fill(torch.arange(3) == 0, -100)
+EVEN = IDS.masked_fill(torch.arange(3) == 0, -100)
 
 
 def step_on(target: Tensor, loss: Any, reduction: Any = "mean", microbatches: int = 2) -> fpipe.Result:
@@ -393,15 +389,16 @@ def step_on(target: Tensor, loss: Any, reduction: Any = "mean", microbatches: in
 @pytest.mark.parametrize(
     ("target", "loss", "ignored_class"),
     [
-        (SOME_PADDED, entropy_of_labels, -100),
-        (SOME_PADDED, FlatLabelLoss(nn.CrossEntropyLoss()).loss, -100),
-        (SOME_PADDED.where(SOME_PADDED >= 0, 4), FlatLabelLoss(nn.CrossEntropyLoss(ignore_index=4)).loss, 4),
-        (SOME_PADDED.where(SOME_PADDED >= 0, 4), partial(entropy_of_labels, ignore_index=4), 4),
+        (UNEVEN, entropy, -100),
+        (UNEVEN, FlatLabelLoss(nn.CrossEntropyLoss()).loss, -100),
+        (UNEVEN.where(UNEVEN >= 0, 4), FlatLabelLoss(nn.CrossEntropyLoss(ignore_index=4)).loss, 4),
+        (UNEVEN.where(UNEVEN >= 0, 4), partial(entropy, ignore_index=4), 4),
     ],
 )
 def test_padded_labels_under_a_mean_warn_at_the_first_step(target: Tensor, loss: Any, ignored_class: int):
     """Used to give gradients that were 12 to 20 % off, as any mean of means, and dropout hid it."""
-    message = f"target holds {ignored_class}, a class that the loss does not count, in some rows more often than in"
+    message = f"target holds {ignored_class}, a class that the loss does not count, in some rows more often"
+    message += " than in others: with"
     with pytest.warns(UserWarning, match=re.escape(message)):
         step_on(target, loss)
 
@@ -409,11 +406,11 @@ def test_padded_labels_under_a_mean_warn_at_the_first_step(target: Tensor, loss:
 @pytest.mark.parametrize(
     ("target", "loss", "options"),
     [
-        (IDS, entropy_of_labels, {}),
-        (FIRST_PADDED, entropy_of_labels, {}),  # equally many in each row: the mean of means is the mean
-        (SOME_PADDED, entropy_of_labels, {"microbatches": 1}),
-        (SOME_PADDED, total_and_count, {"reduction": "count"}),
-        (SOME_PADDED, partial(entropy_of_labels, reduction="sum"), {"reduction": "sum"}),
+        (IDS, entropy, {}),
+        (EVEN, entropy, {}),  # equally many in each row: the mean of means is the mean
+        (UNEVEN, entropy, {"microbatches": 1}),
+        (UNEVEN, total_and_count, {"reduction": "count"}),
+        (UNEVEN, partial(entropy, reduction="sum"), {"reduction": "sum"}),
     ],
 )
 def test_labels_that_a_mean_weighs_equally_do_not_warn(target: Tensor, loss: Any, options: Any):
@@ -422,12 +419,11 @@ def test_labels_that_a_mean_weighs_equally_do_not_warn(target: Tensor, loss: Any
 
 @pytest.mark.parametrize("as_pairs", [False, True])
 @pytest.mark.parametrize(
-    ("target", "is_warned"),
-    [(SOME_PADDED, True), (FIRST_PADDED, False), (SOME_PADDED[[0, 1, 0, 1]], False), (IDS, False)],
+    ("target", "is_warned"), [(UNEVEN, True), (EVEN, False), (UNEVEN[[0, 1, 0, 1]], False), (IDS, False)]
 )
 def test_padding_is_compared_between_presplit_microbatches(target: Tensor, is_warned: bool, as_pairs: bool):
     """All rows of a presplit microbatch share its mean, so only counts of whole microbatches matter."""
-    model = fpipe.from_functions([embedded], entropy_of_labels)
+    model = fpipe.from_functions([embedded], entropy)
     program = fpipe.chain(fpipe.split(2, presplit=True), fpipe.merge())(fpipe.program(model))
     streams = [*IDS.split(2)], [*target.split(2)]
     batch: Any = [*zip(*streams, strict=True)] if as_pairs else streams
@@ -447,49 +443,44 @@ class NetWithLoss(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         label_reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = entropy_of_labels(self.blocks(ids), labels, reduction=label_reduction)
+        loss = entropy(self.blocks(ids), labels, reduction=label_reduction)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 @pytest.mark.parametrize("number_type", [int, torch.tensor])
 def test_a_net_with_num_items_in_batch_trains_on_the_mean_of_labels(number_type: Any):
-    net, count = NetWithLoss(), int((SOME_PADDED >= 0).sum())
+    net, count = NetWithLoss(), int((UNEVEN >= 0).sum())
     with pytest.warns(UserWarning, match=re.escape("hand in num_items_in_batch, a tensor with the number of labels")):
-        fpipe.from_module(net, 2, example={"ids": IDS, "labels": SOME_PADDED})
-    inputs = {"ids": IDS, "labels": SOME_PADDED, "num_items_in_batch": number_type(count)}
+        fpipe.from_module(net, 2, example={"ids": IDS, "labels": UNEVEN})
+    inputs = {"ids": IDS, "labels": UNEVEN, "num_items_in_batch": number_type(count)}
     model, params, _ = fpipe.from_module(net, 2, example=inputs, reduction="sum")
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     step = fpipe.build(program, model)
-    entropy_of_labels(net.blocks(IDS), SOME_PADDED).backward()
+    entropy(net.blocks(IDS), UNEVEN).backward()
     grads = fpipe.join_params(model, step(params, (inputs, None)).grads)
     for name, leaf in net.named_parameters():
         torch.testing.assert_close(grads[name], leaf.grad)
     other_inputs = inputs | {"num_items_in_batch": number_type(count + 1)}
     if number_type is int:
-        message = (
-            f"was {count} when the net was traced, found {count + 1}. A number that changes goes in as torch.tensor"
-        )
-        with pytest.raises(ValueError, match=re.escape(message)):
+        text = f"was {count} when the net was traced, found {count + 1}. A number that changes goes in as torch.tensor"
+        with pytest.raises(ValueError, match=re.escape(text)):
             step(params, (other_inputs, None))
     else:
         assert torch.allclose(
-            step(params, (other_inputs, None)).loss,
-            entropy_of_labels(net.blocks(IDS), SOME_PADDED) * count / (count + 1),
+            step(params, (other_inputs, None)).loss, entropy(net.blocks(IDS), UNEVEN) * count / (count + 1)
         )
 
 
 @pytest.mark.filterwarnings("ignore:.* holds -100")
-@pytest.mark.parametrize("labels", [SOME_PADDED, FIRST_PADDED])
+@pytest.mark.parametrize("labels", [UNEVEN, EVEN])
 def test_verify_notes_padded_labels_under_dropout(labels: Tensor):
     """Used to say, for a net that computes its loss, only that the undivided batch differs, "as it may"."""
     inputs = {"ids": IDS, "labels": labels}
     model, params, _ = fpipe.from_module(NetWithLoss(0.5), 2, example=inputs)
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     notes = fpipe.verify(program, model, params, (inputs, None), key=0).notes
-    message = (
-        "inputs['labels'] holds -100, a class that the loss does not count, in some rows more often than in others"
-    )
-    assert [note[: len(message)] for note in notes] == [message] * (labels is SOME_PADDED)
+    text = "inputs['labels'] holds -100, a class that the loss does not count, in some rows more often than in others"
+    assert [note[: len(text)] for note in notes] == [text] * (labels is UNEVEN)
 
 
 def test_a_loss_that_ignores_no_class_is_not_searched_for_padding():

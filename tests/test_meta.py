@@ -83,12 +83,9 @@ def on_meta(ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
     return cut(net, ranks)
 
 
-def join_ranks(params_of_ranks: list[Any]) -> tuple[Any, ...]:
+def join_ranks(rank_params: list[Any]) -> tuple[Any, ...]:
     """Join the parameters that each rank holds into one tuple over stages."""
-    return tuple(
-        next(stage_params for stage_params in stage if stage_params is not None)
-        for stage in zip(*params_of_ranks, strict=True)
-    )
+    return tuple(next(leaves for leaves in stage if leaves is not None) for stage in zip(*rank_params, strict=True))
 
 
 def load_all_ranks(model: fpipe.Model, program: fpipe.Program, source: Any, **options: Any) -> tuple[Any, ...]:
@@ -175,9 +172,9 @@ def test_init_params_copies_leaves_that_have_values():
     live_layer = nn.Linear(8, 8)
     with torch.device("meta"):
         model, _, _ = fpipe.from_sequential(nn.Sequential(live_layer, nn.Linear(8, 8)), 1)
-    initial_params = fpipe.init_params(model, fpipe.program(model), rank=0)[0]
-    assert torch.equal(initial_params["0.weight"], live_layer.weight)
-    assert initial_params["0.weight"].data_ptr() != live_layer.weight.data_ptr()
+    values = fpipe.init_params(model, fpipe.program(model), rank=0)[0]
+    assert torch.equal(values["0.weight"], live_layer.weight)
+    assert values["0.weight"].data_ptr() != live_layer.weight.data_ptr()
     model, _, _ = fpipe.from_sequential(nn.Sequential(live_layer), 1)
     with pytest.warns(UserWarning, match=r"^init_params copies '0.weight' and 1 more: no parameter .* is on meta"):
         fpipe.init_params(model, fpipe.program(model), rank=0)
@@ -191,10 +188,10 @@ def test_parametrized_modules_get_first_values_from_init():
     program = fpipe.program(model)
     with pytest.raises(ValueError, match=r"original0' is on meta.*to a ParametrizationList, which.*\(\)\. Say init="):
         fpipe.init_params(model, program, rank=0)
-    initial_params = fpipe.init_params(
+    values = fpipe.init_params(
         model, program, rank=0, init=lambda name, tensor: False if name == "0.bias" else tensor.normal_()
     )
-    assert 0 < float(initial_params[0]["0.bias"].abs().max()) <= 8**-0.5
+    assert 0 < float(values[0]["0.bias"].abs().max()) <= 8**-0.5
 
 
 class Zeroed(nn.Linear):
@@ -209,10 +206,8 @@ def test_init_params_warns_of_values_that_only_a_constructor_sets():
     program = fpipe.schedules.gpipe(1)(fpipe.program(model))
     with pytest.warns(UserWarning, match=r"^'1.bias' has values by reset_parameters.* Give those by init="):
         fpipe.init_params(model, program, rank=0)
-    initial_params = fpipe.init_params(
-        model, program, rank=0, init=lambda name, tensor: name == "1.bias" and tensor.zero_()
-    )
-    assert not initial_params[0]["1.bias"].any()
+    values = fpipe.init_params(model, program, rank=0, init=lambda name, tensor: name == "1.bias" and tensor.zero_())
+    assert not values[0]["1.bias"].any()
 
 
 def save_weights(kind: str, tensors: dict[str, Tensor], folder: Path) -> Path:
@@ -246,17 +241,15 @@ def test_files_give_the_parameters_of_the_state_dict(kind: str, tmp_path: Path):
 def test_a_rank_reads_only_the_leaves_of_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from fpipe.models.parameters.sources import SafetensorsFile
 
-    names_read: list[str] = []
+    names: list[str] = []
     plain_read = SafetensorsFile.read_tensor
-    monkeypatch.setattr(
-        SafetensorsFile, "read_tensor", lambda file, name: names_read.append(name) or plain_read(file, name)
-    )
+    monkeypatch.setattr(SafetensorsFile, "read_tensor", lambda file, name: names.append(name) or plain_read(file, name))
     model, _, program = on_meta()
     tensors = dict(real_net().state_dict())
     del tensors["head.weight"]
     local_params = fpipe.load_params(model, program, save_weights("file", tensors, tmp_path), rank=1)
     assert local_params[0] is None
-    assert sorted(names_read) == sorted({*local_params[1]} - {"rotary.table"})
+    assert sorted(names) == sorted({*local_params[1]} - {"rotary.table"})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -264,8 +257,8 @@ def test_first_values_have_the_same_bits_on_any_number_of_ranks(ranks: int):
     one_rank_model, _, one_rank_program = on_meta(1)
     expected = fpipe.join_params(one_rank_model, fpipe.init_params(one_rank_model, one_rank_program, rank=0, seed=7))
     model, _, program = on_meta(ranks)
-    params_of_ranks = [fpipe.init_params(model, program, rank=rank, seed=7) for rank in range(ranks)]
-    actual = fpipe.join_params(model, join_ranks(params_of_ranks))
+    rank_params = [fpipe.init_params(model, program, rank=rank, seed=7) for rank in range(ranks)]
+    actual = fpipe.join_params(model, join_ranks(rank_params))
     params_of_other_seed = fpipe.join_params(
         one_rank_model, fpipe.init_params(one_rank_model, one_rank_program, rank=0, seed=8)
     )
@@ -460,11 +453,9 @@ def step_on_shards(rank: int, folder: str) -> list[Any]:
     whole_grads = {name: grad.full_tensor() for name, grad in grads.items() if grad is not None}
     meta_params = fpipe.local_params(program, meta, stage)
     name = [*meta_params[stage]][-1]
-    incomplete_params = tuple(
-        stage_params and {**stage_params, name: meta_params[stage][name]} for stage_params in local_params
-    )
+    lacking = tuple(stage_params and {**stage_params, name: meta_params[stage][name]} for stage_params in local_params)
     with pytest.raises(ValueError, match=re.escape(f"reads shard[{stage}]['{name}'], and was handed None or a meta")):
-        step(fpipe.shard_params(incomplete_params, mesh["dp"]), batch)  # ends the run
+        step(fpipe.shard_params(lacking, mesh["dp"]), batch)  # ends the run
     return [model.stages[stage].name, {name: grad.tolist() for name, grad in whole_grads.items()}]
 
 
@@ -473,9 +464,7 @@ def test_a_net_on_meta_trains_on_processes_with_its_local_stages_alone(four: Pro
     torch.set_num_threads(1)
     folder = save_weights("checkpoint", dict(real_net().state_dict()), tmp_path)
     grads_by_stage = dict(four.run(step_on_shards, str(folder)))
-    grads = {
-        name: torch.tensor(numbers) for stage_grads in grads_by_stage.values() for name, numbers in stage_grads.items()
-    }
+    grads = {name: torch.tensor(numbers) for stage in grads_by_stage.values() for name, numbers in stage.items()}
     halves = [tuple(half[2 * index : 2 * index + 2] for half in ids()) for index in range(2)]
     assert_autograd_grads(real_net(), grads, [autograd_loss_and_grads(real_net(), half) for half in halves])
 

@@ -65,14 +65,12 @@ def test_join_undoes_cut(recipe, count, extra_rows):
 @given(st.integers(1, 30), st.integers(1, 30))
 def test_microbatches_are_views_as_torch_splits(n, size):
     x = torch.arange(n)
-    for microbatches, expected in (
+    for parts, expected in (
         (cut_all(x, size) if n >= size else [], x.tensor_split(size) if n >= size else ()),
         (cut_all(x, -(-n // size), size=size), x.split(size)),
     ):
-        assert [(part.tolist(), length) for part, length in microbatches] == [
-            (part.tolist(), len(part)) for part in expected
-        ]
-        assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part, _ in microbatches)
+        assert [(part.tolist(), length) for part, length in parts] == [(part.tolist(), len(part)) for part in expected]
+        assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part, _ in parts)
 
 
 def test_registered_nodes_are_cut_and_joined():

@@ -29,7 +29,7 @@ PLANS = {
 
 
 @dataclass(frozen=True)
-class ModuleCase:
+class Case:
     """A module to put between two convolutions, a change after it is made, and whether it has state."""
 
     make: Callable[[], nn.Module]
@@ -115,60 +115,54 @@ OPTIONS: dict[str, Callable[[Callable[..., nn.Module]], nn.Module]] = {
     ", eval": lambda norm: norm(4).eval(),
     ", no statistics": lambda norm: norm(4, track_running_stats=False),
 }
-MODULE_CASES: dict[str, ModuleCase] = {
+CASES: dict[str, Case] = {
     **{
-        f"{name}{option}": ModuleCase(
-            functools.partial(OPTIONS[option], norm), option not in (", eval", ", no statistics")
-        )
+        f"{name}{option}": Case(functools.partial(OPTIONS[option], norm), option not in (", eval", ", no statistics"))
         for name, norm in NORMS.items()
         for option in OPTIONS
     },
-    "SyncBatchNorm, one process": ModuleCase(lambda: nn.SyncBatchNorm(4)),
-    "converted to SyncBatchNorm": ModuleCase(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(two_norm_block())),
-    "a subclass": ModuleCase(NormWithBuffer),
-    "a subclass with a forward of its own": ModuleCase(lambda: NormWithOwnForward(4)),
-    "a subclass around torch's forward": ModuleCase(lambda: Scaled(4)),
-    "an instance with a forward of its own": ModuleCase(
+    "SyncBatchNorm, one process": Case(lambda: nn.SyncBatchNorm(4)),
+    "converted to SyncBatchNorm": Case(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(two_norm_block())),
+    "a subclass": Case(NormWithBuffer),
+    "a subclass with a forward of its own": Case(lambda: NormWithOwnForward(4)),
+    "a subclass around torch's forward": Case(lambda: Scaled(4)),
+    "an instance with a forward of its own": Case(
         lambda: nn.BatchNorm2d(4),
         change=lambda module: setattr(module, "forward", types.MethodType(NormWithOwnForward.forward, module)),
     ),
-    "norms inside a block": ModuleCase(two_norm_block),
-    "LazyBatchNorm2d that has seen an example": ModuleCase(lambda: run_lazy(lazy(nn.LazyBatchNorm2d), 2, 4, 3, 5)),
-    "LazyConv2d that has seen an example": ModuleCase(
-        lambda: run_lazy(lazy(nn.LazyConv2d, 4, 1), 2, 4, 3, 5), state=False
-    ),
-    "LazyLinear that has seen an example": ModuleCase(
-        lambda: run_lazy(lazy(nn.LazyLinear, 5), 2, 4, 3, 5), state=False
-    ),
-    "constants": ModuleCase(masking_module, state=False),
-    "a forward hook": ModuleCase(
+    "norms inside a block": Case(two_norm_block),
+    "LazyBatchNorm2d that has seen an example": Case(lambda: run_lazy(lazy(nn.LazyBatchNorm2d), 2, 4, 3, 5)),
+    "LazyConv2d that has seen an example": Case(lambda: run_lazy(lazy(nn.LazyConv2d, 4, 1), 2, 4, 3, 5), state=False),
+    "LazyLinear that has seen an example": Case(lambda: run_lazy(lazy(nn.LazyLinear, 5), 2, 4, 3, 5), state=False),
+    "constants": Case(masking_module, state=False),
+    "a forward hook": Case(
         lambda: nn.Conv2d(4, 4, 1), state=False, change=register_hook("forward_hook", lambda module, args, y: 2 * y)
     ),
-    "a pre-hook": ModuleCase(
+    "a pre-hook": Case(
         lambda: nn.BatchNorm2d(4), change=register_hook("forward_pre_hook", lambda module, args: (args[0] + 1.0,))
     ),
-    "a hook on a norm": ModuleCase(
+    "a hook on a norm": Case(
         lambda: nn.BatchNorm2d(4), change=register_hook("forward_hook", lambda module, args, y: y.tanh())
     ),
-    "a backward hook": ModuleCase(
+    "a backward hook": Case(
         lambda: Toy(lambda module, x: x + x),
         state=False,
         change=register_hook("full_backward_hook", lambda module, dx, dy: (3 * dx[0],)),
     ),
-    "a parametrization of one's own": ModuleCase(
+    "a parametrization of one's own": Case(
         lambda: nn.Linear(5, 5),
         state=False,
         change=lambda module: parametrize.register_parametrization(
             module, "weight", Toy(lambda module, x: x.triu() + x.triu(1).mT)
         ),
     ),
-    "weight norm": ModuleCase(lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), state=False),
-    "orthogonal": ModuleCase(lambda: parametrizations.orthogonal(nn.Linear(5, 5)), state=False),
-    "pruned": ModuleCase(lambda: prune.l1_unstructured(nn.Conv2d(4, 4, 1), "weight", 0.5), state=False),
+    "weight norm": Case(lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), state=False),
+    "orthogonal": Case(lambda: parametrizations.orthogonal(nn.Linear(5, 5)), state=False),
+    "pruned": Case(lambda: prune.l1_unstructured(nn.Conv2d(4, 4, 1), "weight", 0.5), state=False),
 }
 
 
-def net_of(case: ModuleCase) -> nn.Sequential:
+def net_of(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
     module = case.make()
     with torch.no_grad():
@@ -182,7 +176,7 @@ def net_of(case: ModuleCase) -> nn.Sequential:
 @functools.cache
 def cut_case(name: str) -> tuple[nn.Sequential, nn.Sequential, Any, Any]:
     """Return a net, its twin after plain autograd on each microbatch, the batch, and the cut net."""
-    net, unsplit = net_of(MODULE_CASES[name]), net_of(MODULE_CASES[name])
+    net, unsplit = net_of(CASES[name]), net_of(CASES[name])
     x, target = torch.randn(SHAPE), torch.randn(SHAPE)
     for part, t in zip(x.tensor_split(3), target.tensor_split(3), strict=True):
         (nn.functional.mse_loss(unsplit(part), t) * (len(part) / 6)).backward()
@@ -192,16 +186,16 @@ def cut_case(name: str) -> tuple[nn.Sequential, nn.Sequential, Any, Any]:
 @pytest.mark.crossed
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")  # for a backward hook
 @pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize("name", MODULE_CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_module_cut_into_stages_trains_as_the_unsplit_net(name: str, trace: bool):
-    buffers_before = {name: buffer.clone() for name, buffer in net_of(MODULE_CASES[name]).named_buffers()}
+    buffers_before = {name: buffer.clone() for name, buffer in net_of(CASES[name]).named_buffers()}
     net, unsplit, batch, (model, params, state) = cut_case(name)
     for plan in PLANS.values():
         step = fpipe.build(merged(model, 3, *plan), model, trace=trace)
         result = step(params, batch, state=state)
         assert_unsplit(model, result, unsplit)
         state_buffers = state_by_name(result)
-        assert bool(state_buffers) is MODULE_CASES[name].state
+        assert bool(state_buffers) is CASES[name].state
         unwritten = [name for name, _ in unsplit.named_buffers() if name not in state_buffers]
         assert all(torch.equal(buffers_before[name], unsplit.get_buffer(name)) for name in unwritten)
     assert all(torch.equal(buffers_before[name], buffer) for name, buffer in net.named_buffers())

@@ -143,13 +143,9 @@ def test_threads_that_run_one_stage_do_not_mix_their_params():
     x, wrong = torch.randn(8, 16), []
 
     def work(number):
-        thread_params = {name: torch.full_like(leaf, number) for name, leaf in params[0].items()}
-        expected = (x @ thread_params["0.weight"].T + thread_params["0.bias"]).tanh() @ thread_params[
-            "2.weight"
-        ].T + thread_params["2.bias"]
-        wrong.extend(
-            number for _ in range(50) if not torch.allclose(model.stages[0].forward(thread_params, x), expected)
-        )
+        p = {name: torch.full_like(leaf, number) for name, leaf in params[0].items()}
+        expected = (x @ p["0.weight"].T + p["0.bias"]).tanh() @ p["2.weight"].T + p["2.bias"]
+        wrong.extend(number for _ in range(50) if not torch.allclose(model.stages[0].forward(p, x), expected))
 
     threads = [threading.Thread(target=work, args=(number / 10,)) for number in range(4)]
     for thread in threads:
@@ -286,7 +282,7 @@ def test_split_params_takes_the_state_dict_of_a_net_with_buffers():
 
 REPLACEMENTS = {
     "another .data": ("2.weight", lambda net: setattr(net[2].weight, "data", net[2].weight.data.clone())),
-    "assign_changed": ("0.weight", lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)),
+    "assigned": ("0.weight", lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)),
     "another dtype": ("0.weight", lambda net: net.double()),
 }
 
@@ -395,16 +391,14 @@ def test_a_module_recomputed_in_the_backward_has_the_parameters_of_the_step(poli
     effect.
     """
 
-    def checkpointed(module, x):
+    def recompute(module, x):
         return checkpoint(module.inner, x, use_reentrant=False)
 
-    def inner_layers():
+    def layers():
         return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), freeze_module(nn.Linear(3, 3)))
 
     torch.manual_seed(0)
-    net = nn.Sequential(
-        *(nn.Sequential(nn.Linear(3, 3), Toy(checkpointed, inner=inner_layers()), nn.Tanh()) for _ in range(2))
-    )
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), Toy(recompute, inner=layers()), nn.Tanh()) for _ in range(2)))
     batch = torch.randn(6, 3), torch.randn(6, 3)
     model, params, state = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
     step = fpipe.build(merged(model, 3, *policy, fpipe.schedules.gpipe(2)), model, trace=trace)
