@@ -1,4 +1,4 @@
-"""A program as time: what starts when, who waits, what is held; what things cost, and what is no cost."""
+"""Simulation: start times, waits, residuals held, transfers, and the costs of ops."""
 
 import re
 from collections.abc import Callable
@@ -11,43 +11,47 @@ from fpipe.program import KINDS, Program
 from fpipe.timing.amounts import EXTRA_COSTS
 from tests.refusals import refusals
 
-TWO = fpipe.place("linear")(fpipe.program(2))
+TWO_STAGES = fpipe.place("linear")(fpipe.program(2))
 GPIPE = fpipe.chain(fpipe.split(3), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(2))
 BYTES = {"y": 4, "dx": 8}
 ONE_F_ONE_B = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(3))
 
 
-def size(value: fpipe.Value) -> float:
+def size_of(value: fpipe.Value) -> float:
     return BYTES.get(value.name, 0)
 
 
-def starts(program: Program, costs: Costs) -> dict[str, float]:
+def start_by_cell(program: Program, costs: Costs) -> dict[str, float]:
     return {op.cell: start for op, start, _ in fpipe.simulate(program, costs).events}
 
 
-def trips(program: Program, costs: Costs) -> list[tuple[str, int, int, float, float]]:
-    return [(str(value), *rest) for value, *rest in fpipe.simulate(program, costs).transfers]
+def transfers(program: Program, costs: Costs) -> list[tuple[str, int, int, float, float]]:
+    return [(str(value), *fields) for value, *fields in fpipe.simulate(program, costs).transfers]
 
 
 def test_an_op_starts_when_its_rank_is_free_and_what_it_reads_is_there():
-    found = starts(TWO, Costs(forward=[2, 3], backward_input=1, backward_weight=[4, 5], transfer=0.5))
-    assert [found[cell] for cell in ("0F0", "1F0", "1B0", "0B0")] == [0, 2.5, 5.5, 12]
+    start = start_by_cell(TWO_STAGES, Costs(forward=[2, 3], backward_input=1, backward_weight=[4, 5], transfer=0.5))
+    assert [start[cell] for cell in ("0F0", "1F0", "1B0", "0B0")] == [0, 2.5, 5.5, 12]
 
 
-def of_halves(row: str) -> fpipe.Program:
+def two_microbatches_in_order(row: str) -> fpipe.Program:
     return fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(row))(fpipe.program(1))
 
 
-HELD = {
+PEAKS_BY_CASE = {
     "from forward to the end of the backward": (ONE_F_ONE_B, (3, 2, 1), (3, 2, 1)),
     "recomputed only then": (fpipe.checkpoint()(GPIPE), (1, 1), (1, 1)),
-    "all forwards first": (of_halves("0F0 0F1 0I0 0I1 0W0 0W1"), (2,), (2,)),
-    "until a W that waits, or let go at the end of I": (of_halves("0F0 0I0 0F1 0I1 0W0 0W1"), (2,), (1,)),
+    "all forwards first": (two_microbatches_in_order("0F0 0F1 0I0 0I1 0W0 0W1"), (2,), (2,)),
+    "until a W that waits, or let go at the end of I": (
+        two_microbatches_in_order("0F0 0I0 0F1 0I1 0W0 0W1"),
+        (2,),
+        (1,),
+    ),
     "one for all stages of a rank": (fpipe.schedules.gpipe(2)(fpipe.split(3)(fpipe.program(6))), (3, 3), (3, 3)),
 }
 
 
-@pytest.mark.parametrize(("program", "peak", "released"), HELD.values(), ids=HELD.keys())
+@pytest.mark.parametrize(("program", "peak", "released"), PEAKS_BY_CASE.values(), ids=PEAKS_BY_CASE.keys())
 def test_residuals_are_held(program: fpipe.Program, peak: tuple[int, ...], released: tuple[int, ...]):
     timeline = fpipe.simulate(program)
     assert (timeline.peak, timeline.peak_released) == (peak, released)
@@ -61,8 +65,13 @@ def test_a_recomputation_costs_a_forward_unless_said():
 def test_the_end_of_an_op_that_takes_no_time_is_an_end_of_work():
     """Only ops that took time counted: with costs of 0 and a transfer of 1 the makespan was 0, under a bound of 2."""
     program = fpipe.chain(fpipe.schedules.zb_h1(2), fpipe.merge())(fpipe.program(2))
-    timeline, bounds = (read(program, fpipe.Costs(0, 0, 0, transfer=1)) for read in (fpipe.simulate, fpipe.bounds))
-    path = [(step.what.cell if isinstance(step.what, fpipe.Op) else "way", step.end) for step in timeline.critical_path]
+    timeline, bounds = (
+        reading(program, fpipe.Costs(0, 0, 0, transfer=1)) for reading in (fpipe.simulate, fpipe.bounds)
+    )
+    path = [
+        (step.activity.cell if isinstance(step.activity, fpipe.Op) else "way", step.end)
+        for step in timeline.critical_path
+    ]
     assert path == [("0F0", 0), ("way", 1), ("1F0", 1), ("1I0", 1), ("way", 2), ("0I0", 2)]
     assert [(wait.rank, wait.start, wait.end) for wait in timeline.waits] == [(0, 0, 2), (1, 0, 1), (1, 1, 2)]
     assert (timeline.makespan, timeline.span, timeline.iterations, bounds.makespan) == (2, 2, (2,), 2)
@@ -75,42 +84,42 @@ def test_ranks_of_two_digits_line_up():
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (32, 128)])
 def test_the_repl_shows_what_fits_on_a_few_lines(ranks: int, microbatches: int):
-    """18,000 characters of ops."""
+    """The repr used to print all ops, in 18,000 characters."""
     program = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.one_f_one_b(ranks))(fpipe.program(ranks))
     costs = fpipe.Costs(bytes={name: [1.0] * ranks for name in ("y", "dx", "res", "g", "x", "t", "w", "loss")})
-    for shown in (program, fpipe.simulate(program), fpipe.bounds(program), costs):
-        assert len(repr(shown)) <= 600
+    for value in (program, fpipe.simulate(program), fpipe.bounds(program), costs):
+        assert len(repr(value)) <= 600
     assert repr(fpipe.simulate(program)).startswith("<Timeline: makespan ")
 
 
 def test_a_value_takes_its_bytes_over_the_bandwidth_and_then_the_latency():
     latency = {(0, 1): 1, (1, 0): 2}
-    for way in (latency, lambda source, target: latency[source, target]):
-        costs = Costs(transfer=way, bandwidth={(0, 1): 2, (1, 0): 4}, bytes=size)
-        assert trips(TWO, costs) == [("y[0,0]", 0, 1, 1, 4), ("dx[1,0]", 1, 0, 7, 11)]
+    for transfer_cost in (latency, lambda source, target: latency[source, target]):
+        costs = Costs(transfer=transfer_cost, bandwidth={(0, 1): 2, (1, 0): 4}, bytes=size_of)
+        assert transfers(TWO_STAGES, costs) == [("y[0,0]", 0, 1, 1, 4), ("dx[1,0]", 1, 0, 7, 11)]
 
 
 def test_what_shares_a_link_waits_for_it():
-    costs = Costs(transfer=1, bandwidth=1, bytes=size)
-    found = [trip for trip in trips(GPIPE, costs) if trip[0].startswith("y")]
-    assert found == [("y[0,0]", 0, 1, 1, 6), ("y[0,1]", 0, 1, 5, 10), ("y[0,2]", 0, 1, 9, 14)]
+    costs = Costs(transfer=1, bandwidth=1, bytes=size_of)
+    outputs = [transfer for transfer in transfers(GPIPE, costs) if transfer[0].startswith("y")]
+    assert outputs == [("y[0,0]", 0, 1, 1, 6), ("y[0,1]", 0, 1, 5, 10), ("y[0,2]", 0, 1, 9, 14)]
 
 
 def test_a_free_sender_goes_on_and_a_busy_one_waits_until_it_has_arrived():
-    free, busy = (starts(GPIPE, Costs(transfer=10, sender=sender)) for sender in ("free", "busy"))
-    assert [found["0F1"] for found in (free, busy)] == [1, 11]
-    assert [found["1F0"] for found in (free, busy)] == [11, 11]
+    free, busy = (start_by_cell(GPIPE, Costs(transfer=10, sender=sender)) for sender in ("free", "busy"))
+    assert [start["0F1"] for start in (free, busy)] == [1, 11]
+    assert [start["1F0"] for start in (free, busy)] == [11, 11]
 
 
 def test_a_rank_that_sends_or_takes_a_value_does_nothing_else_meanwhile():
-    """Rank 1 takes y[0,1] at 6.5, which was there at 5, since 1F0 comes first; whether its transfer is an op or not."""
+    """Rank 1 takes y[0,1] at 6.5 although it arrived at 5, since 1F0 comes first; its transfer may be an op or not."""
     costs = Costs(forward=[1, 3], transfer=0.5, send=1, receive=0.5)
     for program in (GPIPE, fpipe.communicate()(GPIPE)):
-        found = starts(program, costs)
-        assert [found[cell] for cell in ("0F0", "0F1", "0F2", "1F0", "1F1")] == [0, 2, 4, 3, 6.5]
+        start = start_by_cell(program, costs)
+        assert [start[cell] for cell in ("0F0", "0F1", "0F2", "1F0", "1F1")] == [0, 2, 4, 3, 6.5]
         timeline = fpipe.simulate(program, costs)
         assert timeline.transfers[1][3:] == (4, 4.5)
-        assert "RECV(y[0,1]@1)" in [getattr(step.what, "cell", "") for step in timeline.critical_path]
+        assert "RECV(y[0,1]@1)" in [getattr(step.activity, "cell", "") for step in timeline.critical_path]
 
 
 @pytest.mark.parametrize(("pair", "seconds"), [("sum", 6), ("max", 4), (lambda op: 5 if op.kind == "PAIR" else 0, 5)])
@@ -121,13 +130,13 @@ def test_a_pair_costs_the_sum_the_maximum_or_what_is_said(pair, seconds: float):
     assert [end - start for op, start, end in events if op.kind == "PAIR"] == [seconds]
 
 
-def on_host(microbatches: int) -> Program:
+def offloaded(microbatches: int) -> Program:
     """All forwards, then all backwards; every microbatch's residuals are on the host in between."""
     return fpipe.chain(fpipe.split(microbatches), fpipe.schedules.gpipe(1), fpipe.offload())(fpipe.program(1))
 
 
 def test_the_copy_lane_runs_beside_the_main_one_one_op_at_a_time():
-    events = fpipe.simulate(on_host(2), Costs(offload=3, load=1)).events
+    events = fpipe.simulate(offloaded(2), Costs(offload=3, load=1)).events
     times = {op.cell: (start, end) for op, start, end in events if op.kind != "SPLIT"}
     main = {"0F0": (0, 1), "0F1": (1, 2), "0B0": (5, 7), "0B1": (9, 11)}
     offloads = {"OFFLOAD(res[0,0]@host)": (1, 4), "OFFLOAD(res[0,1]@host)": (5, 8)}
@@ -135,14 +144,14 @@ def test_the_copy_lane_runs_beside_the_main_one_one_op_at_a_time():
 
 
 def test_a_copy_starts_no_earlier_than_the_main_op_before_it():
-    """The second LOAD is told with the first backward, though its residuals have long been on the host."""
-    found = starts(on_host(2), Costs(5, 5, 0))
-    assert (found["LOAD(res[0,1]@host@0)"], found["0B0"]) == (10, 10)
+    """The second LOAD waits for the first backward, although its residuals are on the host long before."""
+    start = start_by_cell(offloaded(2), Costs(5, 5, 0))
+    assert (start["LOAD(res[0,1]@host@0)"], start["0B0"]) == (10, 10)
 
 
 def test_the_way_to_the_host_has_a_bandwidth():
     costs = Costs(offload=1, host_bandwidth=2, bytes=lambda value: 8 if value.name == "res" else 0)
-    ends = {op.cell: end - start for op, start, end in fpipe.simulate(on_host(1), costs).events}
+    ends = {op.cell: end - start for op, start, end in fpipe.simulate(offloaded(1), costs).events}
     assert ends["OFFLOAD(res[0,0]@host)"] == ends["LOAD(res[0,0]@host@0)"] == 5
 
 
@@ -154,25 +163,28 @@ def test_what_is_saved_in_the_span_is_saved_in_each_iteration():
 
 
 def test_a_forward_waits_for_the_update_of_its_parameters():
-    """Rank 1 is free at 3, and the parameters of stage 1 are new; those of stage 0 are not before 4."""
+    """Rank 1 is free at 3 and its parameters are new by then; the parameters of stage 0 are new at 4."""
     program = fpipe.chain(fpipe.place("linear"), fpipe.merge())(fpipe.program(2))
     timeline = fpipe.simulate(program, iterations=2)
-    again = {event.op.cell: event.start for event in timeline.events[len(program.ops) :]}
-    assert (timeline.iterations[0], again["0F0"], again["1F0"]) == (6, 6, 7)
+    start_in_second_iteration = {event.op.cell: event.start for event in timeline.events[len(program.ops) :]}
+    assert (timeline.iterations[0], start_in_second_iteration["0F0"], start_in_second_iteration["1F0"]) == (6, 6, 7)
 
 
 def test_who_waits_for_whom():
     waits = fpipe.simulate(GPIPE, Costs(transfer=1)).waits
-    told = [(w.rank, w.start, w.end, w.op and w.op.cell, w.on and w.on.cell, w.source) for w in waits]
-    assert told == [(0, 3, 8, "0B0", "1B0", 1), (1, 0, 2, "1F0", "0F0", 0), (1, 11, 14, None, None, None)]
+    fields = [
+        (wait.rank, wait.start, wait.end, wait.op and wait.op.cell, wait.writer and wait.writer.cell, wait.source)
+        for wait in waits
+    ]
+    assert fields == [(0, 3, 8, "0B0", "1B0", 1), (1, 0, 2, "1F0", "0F0", 0), (1, 11, 14, None, None, None)]
 
 
 def test_the_critical_path_says_why_each_step_could_not_start_before():
     path = fpipe.simulate(GPIPE, Costs(transfer=1)).critical_path
-    cells = [step.what.cell if isinstance(step.what, fpipe.Op) else str(step.what.value) for step in path]
+    cells = [step.activity.cell if isinstance(step.activity, fpipe.Op) else str(step.activity.value) for step in path]
     assert cells == ["0F0", "y[0,0]", "1F0", "1F1", "1F2", "1B0", "dx[1,0]", "0B0", "0B1", "0B2"]
-    whys = ["start", "data", "data", "rank", "rank", "rank", "data", "data", "rank", "rank"]
-    assert [step.why for step in path] == whys
+    reasons = ["start", "data", "data", "rank", "rank", "rank", "data", "data", "rank", "rank"]
+    assert [step.reason for step in path] == reasons
 
 
 test_what_is_no_cost_is_refused = refusals(
@@ -184,9 +196,9 @@ Costs(backward_input=None)
     ValueError: backward_input is a time in seconds, at least 0; found None, which is no number.
 Costs(offload=float('inf'))
     ValueError: offload is a time in seconds, at least 0; found inf.
-Costs(bandwidth={(0, 1): 0}, bytes=size)
+Costs(bandwidth={(0, 1): 0}, bytes=size_of)
     ValueError: bandwidth is in bytes a second, more than 0; found 0.
-Costs(bandwidth=-1, bytes=size)
+Costs(bandwidth=-1, bytes=size_of)
     ValueError: bandwidth is in bytes a second, more than 0; found -1.
 Costs(forward=True)
     ValueError: forward is a time in seconds, at least 0; found True, which is no number.
@@ -201,10 +213,10 @@ Costs(transfer={(0, True): 1})
     ValueError: the numbers of two ranks; found the key (0, True).
 Costs(transfer={(0, -1): 1})
     ValueError: transfer has a link (0, -1); ranks are numbers from 0 on.
-Costs(bandwidth={1: 1}, bytes=size)
+Costs(bandwidth={1: 1}, bytes=size_of)
     ValueError: bandwidth is a number, or a table {(from, to): bytes a second} with the numbers of two ranks;
     found the key 1.
-Costs(host_bandwidth={(0, 1): 1}, bytes=size)
+Costs(host_bandwidth={(0, 1): 1}, bytes=size_of)
     ValueError: host_bandwidth is in bytes a second, more than 0; found {(0, 1): 1}, which is no number.
 Costs(bandwidth=1)
     ValueError: a bandwidth needs bytes of values: say bytes=, such as fpipe.sizes(...).
@@ -218,41 +230,41 @@ Costs(bytes={'y': -4})
     ValueError: the bytes of 'y' are a number, at least 0; found -4.
 Costs(bytes=4)
     TypeError: bytes are {name: bytes}, f(value) or fpipe.sizes(...), found int.
-fpipe.simulate(TWO, Costs(forward=[1]))
+fpipe.simulate(TWO_STAGES, Costs(forward=[1]))
     ValueError: forward lists 1 costs, but the program has a stage 1; give one for each of its 2 stages.
-fpipe.simulate(TWO, Costs(transfer={(0, 1): 1}))
+fpipe.simulate(TWO_STAGES, Costs(transfer={(0, 1): 1}))
     ValueError: transfer says nothing of the link from rank 1 to rank 0, over which a value travels; add (1, 0).
-fpipe.simulate(TWO, Costs(bandwidth={}, bytes=size))
+fpipe.simulate(TWO_STAGES, Costs(bandwidth={}, bytes=size_of))
     ValueError: bandwidth says nothing of the link from rank 0 to rank 1, over which a value travels; add (0, 1).
-fpipe.simulate(TWO, Costs(bytes={'res': 3}))
+fpipe.simulate(TWO_STAGES, Costs(bytes={'res': 3}))
     ValueError: the bytes of y[0,0] are not known: bytes= has res; add 'y', 0 if it does not count.
-fpipe.simulate(TWO, Costs(bytes={}))
+fpipe.simulate(TWO_STAGES, Costs(bytes={}))
     ValueError: the bytes of y[0,0] are not known: bytes= has no names; add 'y', 0 if it does not count.
-fpipe.simulate(TWO, Costs(bytes=lambda value: float('nan')))
+fpipe.simulate(TWO_STAGES, Costs(bytes=lambda value: float('nan')))
     ValueError: the bytes of y[0,0] are a number, at least 0; found nan.
-fpipe.simulate(TWO, Costs(transfer=lambda source, target: -1))
+fpipe.simulate(TWO_STAGES, Costs(transfer=lambda source, target: -1))
     ValueError: transfer is a time in seconds, at least 0; found -1.
-fpipe.simulate(TWO, Costs(transfer=lambda *link: True))
+fpipe.simulate(TWO_STAGES, Costs(transfer=lambda *link: True))
     ValueError: transfer is a time in seconds, at least 0; found True, which is no number.
-fpipe.simulate(TWO, Costs(bandwidth=lambda *link: float('nan'), bytes=size))
+fpipe.simulate(TWO_STAGES, Costs(bandwidth=lambda *link: float('nan'), bytes=size_of))
     ValueError: bandwidth is in bytes a second, more than 0; found nan.
-fpipe.simulate(TWO, Costs(bytes=lambda value: None))
+fpipe.simulate(TWO_STAGES, Costs(bytes=lambda value: None))
     ValueError: the bytes of y[0,0] are a number, at least 0; found None, which is no number.
-fpipe.simulate(TWO, 3)
+fpipe.simulate(TWO_STAGES, 3)
     TypeError: costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found int.
-fpipe.bounds(TWO, Costs(backward_weight=[1]))
+fpipe.bounds(TWO_STAGES, Costs(backward_weight=[1]))
     ValueError: backward_weight lists 1 costs, but the program has a stage 1; give one for
 fpipe.register_cost('ADD', -1)
     ValueError: the cost of ADD is a time in seconds, at least 0; found
 fpipe.register_cost('SEND', 1)
     ValueError: the cost of SEND is a field of Costs.
-fpipe.simulate(TWO, iterations=0)
+fpipe.simulate(TWO_STAGES, iterations=0)
     ValueError: iterations is a whole number, at least 1; found
-fpipe.simulate(TWO, iterations=True)
+fpipe.simulate(TWO_STAGES, iterations=True)
     ValueError: iterations is a whole number, at least 1; found
-fpipe.simulate(TWO).held(2)
+fpipe.simulate(TWO_STAGES).held(2)
     ValueError: ranks are 0..1, found 2.
-fpipe.bounds(TWO).gap(fpipe.simulate(TWO), 'bubble')
+fpipe.bounds(TWO_STAGES).gap(fpipe.simulate(TWO_STAGES), 'bubble')
     ValueError: found 'bubble'
 """,
 )
@@ -260,17 +272,17 @@ fpipe.bounds(TWO).gap(fpipe.simulate(TWO), 'bubble')
 
 @pytest.mark.parametrize("reading", [fpipe.simulate, fpipe.bounds])
 def test_lists_have_a_cost_for_each_stage_or_more(reading: Callable[..., object]):
-    assert reading(TWO, Costs([1, 1, 9])) == reading(TWO, Costs())
+    assert reading(TWO_STAGES, Costs([1, 1, 9])) == reading(TWO_STAGES, Costs())
 
 
 def test_a_kind_of_ones_own_costs_what_is_said_of_each_op():
-    """The fast pass asked once for each stage, and took the answer for all microbatches."""
+    """The fast pass used to ask for a cost once per stage and to take it for all microbatches."""
     if "FEE" not in KINDS:
         fpipe.register_kind("FEE", fpipe.Kind("after"))
     lines = str(fpipe.split(3)(fpipe.program(1))).splitlines()
     lines = [re.sub(r"= (g\[0,(\d)\]) @", r"= paid[0,\2] @", line) for line in lines]
-    last = max(at for at, line in enumerate(lines) if " = B[" in line)
-    lines[last + 1 : last + 1] = [f"paid[0,{m}] = FEE[0,{m}] g[0,{m}] @ 0" for m in range(3)]
+    last_backward = max(index for index, line in enumerate(lines) if " = B[" in line)
+    lines[last_backward + 1 : last_backward + 1] = [f"paid[0,{m}] = FEE[0,{m}] g[0,{m}] @ 0" for m in range(3)]
     program = Program.parse("\n".join(lines))
     if "FEE" not in EXTRA_COSTS:
         with pytest.raises(ValueError, match=re.escape("FEE has no cost; say fpipe.register_cost('FEE', seconds)")):

@@ -18,21 +18,21 @@ from fpipe.interop import torch_pipelining
 PAGES = sorted(reference.ROOT.glob("docs/*.md"))
 
 
-def names_of(module) -> list[str]:
-    """What a module lists as public; of one without a list, its own functions."""
+def public_names_of(module) -> list[str]:
+    """Return the names that a module lists as public, or its own functions if it lists none."""
     listed = getattr(module, "__all__", None) or [
         name
-        for name, found in vars(module).items()
-        if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")
+        for name, member in vars(module).items()
+        if inspect.isfunction(member) and member.__module__ == module.__name__ and not name.startswith("_")
     ]
     return [f"{module.__name__}.{name}" for name in listed]
 
 
 MODULES = (fpipe, fpipe.schedules, fpipe.interop, fpipe.testing, torch_pipelining)
-PUBLIC = {name for module in MODULES for name in names_of(module) if not inspect.ismodule(reference.named(name))}
+PUBLIC = {name for module in MODULES for name in public_names_of(module) if not inspect.ismodule(reference.named(name))}
 # Rows of what public names return.
 ROWS = """
-fpipe.finding.found.NamedRow fpipe.planning.run_plan.PlanRow fpipe.timing.lanes.Transfer
+fpipe.finding.search_result.NamedRow fpipe.planning.run_plan.PlanRow fpipe.timing.lanes.Transfer
 fpipe.timing.waiting.Event fpipe.timing.waiting.PathStep fpipe.timing.waiting.Wait
 """
 
@@ -45,19 +45,23 @@ def test_every_docstring_in_the_reference_has_an_example():
     assert {name for name in PUBLIC if ">>> " not in (inspect.getdoc(reference.named(name)) or "")} == set()
 
 
-@pytest.mark.parametrize("holder", [fpipe.Result, fpipe.Timeline, fpipe.Found, fpipe.RunPlan, fpipe.schedules.Now])
+@pytest.mark.parametrize(
+    "holder", [fpipe.Result, fpipe.Timeline, fpipe.SearchResult, fpipe.RunPlan, fpipe.schedules.RankState]
+)
 def test_every_attribute_has_words(holder):
-    """Of its own, or in the list that the class's docstring has, or in its text."""
-    own = [name for name in vars(holder) if not name.startswith("_")]
-    names = {*own, *(each.name for each in fields(holder))} if is_dataclass(holder) else {*holder._fields}
-    told = re.findall(r"^    ([a-z_, ]+): ", inspect.getdoc(holder), re.M)
-    told = {word for line in told for word in line.split(", ")} | {*re.findall(r"`(\w+)`", inspect.getdoc(holder))}
-    assert {name for name in names - told if not documented(holder, name)} == set()
+    """An attribute is described by its own docstring, or in the list or text of the class's docstring."""
+    attributes = [name for name in vars(holder) if not name.startswith("_")]
+    names = {*attributes, *(field.name for field in fields(holder))} if is_dataclass(holder) else {*holder._fields}
+    listed = re.findall(r"^    ([a-z_, ]+): ", inspect.getdoc(holder), re.M)
+    listed = {name for line in listed for name in line.split(", ")} | {*re.findall(r"`(\w+)`", inspect.getdoc(holder))}
+    assert {name for name in names - listed if not has_docstring(holder, name)} == set()
 
 
-def documented(holder, name: str) -> bool:
-    found = inspect.getattr_static(holder, name, None)
-    return bool(callable(found) or isinstance(found, property) or hasattr(found, "attrname")) and bool(found.__doc__)
+def has_docstring(holder, name: str) -> bool:
+    attribute = inspect.getattr_static(holder, name, None)
+    return bool(callable(attribute) or isinstance(attribute, property) or hasattr(attribute, "attrname")) and bool(
+        attribute.__doc__
+    )
 
 
 def test_every_command_has_its_help_on_a_page():
@@ -96,7 +100,7 @@ def test_code_in_a_text_links_to_the_public_name_that_it_is_about(code, name):
 
 
 def test_names_of_torch_in_the_pages_and_docstrings_are_in_its_inventory_and_in_torch():
-    """But for what is private, and for one op."""
+    """Private names and names of ops are left out."""
     listed = {row[0] for row in rows_of((reference.ROOT / "docs/site/torch.txt").read_bytes().decode())}
     texts = [page.read_text(encoding="utf-8") for page in [*PAGES, reference.ROOT / "README.md"]]
     texts += [inspect.getdoc(reference.named(name)) or "" for name in PUBLIC]
@@ -107,7 +111,7 @@ def test_names_of_torch_in_the_pages_and_docstrings_are_in_its_inventory_and_in_
 
 
 def rows_of(lines: str) -> list[list[str]]:
-    """Name, kind, version, page and title of what Sphinx reads of such lines."""
+    """Return name, kind, version, page and title that Sphinx reads of each line."""
     head, packed = inventory.inventory("torch", lines).split(b"zlib.\n", 1)
     assert head.startswith(b"# Sphinx inventory version 2\n# Project: torch\n")
     return [row.split() for row in zlib.decompress(packed).decode().splitlines()]
@@ -139,7 +143,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
         '<a id="top" href="b.html#there">b</a> <a href="#top">a</a> <a href="https://x.y">'
     )
     (tmp_path / "b.html").write_text('<a id="there" href="c.html">c</a> <a href="a.html#no">a</a>')
-    assert links.dead(tmp_path) == {"b.html": ["a.html#no", "c.html"]}
+    assert links.dead_links(tmp_path) == {"b.html": ["a.html#no", "c.html"]}
 
 
 def test_the_site_is_not_needed_here():
@@ -158,13 +162,13 @@ def test_every_page_is_in_the_list_of_pages():
 )
 def test_what_a_page_links_to_is_there(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        path, _, mark = link.partition("#")
-        to = page.parent / path if path else page
-        assert "://" in link or to.is_file(), link
-        assert not mark or mark in marks(to), link
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert "://" in link or target.is_file(), link
+        assert not anchor or anchor in anchors_of(target), link
 
 
-def marks(page: Path) -> set[str]:
-    """The headings of a page as its links name them."""
+def anchors_of(page: Path) -> set[str]:
+    """Return the headings of a page as links write them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""Module state: what batch norms remember is a value, which one forward hands to the next."""
+"""Module state: running statistics and other buffers are values that one forward hands to the next."""
 
 import concurrent.futures
 import copy
@@ -18,11 +18,11 @@ from torch.nn.utils import parametrizations, spectral_norm
 import fpipe
 from fpipe.transforms._rewrite import Transform
 from tests.refusals import refusals
-from tests.toys import POLICIES, Toy, assert_unsplit, merged, one_by_one, remembered, twice
+from tests.toys import POLICIES, Toy, assert_unsplit, merged, run_unsplit, state_by_name, two_equal_stages
 
 MSE, CROSS = nn.functional.mse_loss, nn.functional.cross_entropy
 torch.manual_seed(0)
-X, T = torch.randn(10, 3, 6, 6), torch.randint(0, 5, (10,))
+X, CLASSES = torch.randn(10, 3, 6, 6), torch.randint(0, 5, (10,))
 SCHEDULES = {
     "gpipe": fpipe.schedules.gpipe(3),
     "1f1b": fpipe.schedules.one_f_one_b(3),
@@ -30,29 +30,29 @@ SCHEDULES = {
 ROWS = torch.randn(10, 8), torch.randn(10, 8)
 
 
-def conv_net(momentum: float | None = 0.1, norm: type[nn.Module] = nn.BatchNorm2d, **how: bool) -> nn.Sequential:
+def conv_net(momentum: float | None = 0.1, norm: type[nn.Module] = nn.BatchNorm2d, **options: bool) -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),
-        norm(4, momentum=momentum, **how),
+        norm(4, momentum=momentum, **options),
         nn.ReLU(),
         nn.Conv2d(4, 4, 3),
-        norm(4, momentum=momentum, **how),
+        norm(4, momentum=momentum, **options),
         nn.Flatten(),
         nn.Linear(64, 5),
-        nn.BatchNorm1d(5, momentum=momentum, **how),
+        nn.BatchNorm1d(5, momentum=momentum, **options),
     )
 
 
-def unsplit(net: nn.Module) -> nn.Module:
-    return one_by_one(net, (X, T), loss=CROSS)[0]
+def run_conv_net_unsplit(net: nn.Module) -> nn.Module:
+    return run_unsplit(net, (X, CLASSES), loss=CROSS)[0]
 
 
 @functools.cache
 def cut_conv_net(momentum: float | None = 0.1) -> tuple[nn.Sequential, nn.Module, fpipe.Model, Any, Any]:
-    """The net, the unsplit one after a step, and the net cut: all plans share its traces."""
+    """Return the net, the unsplit net after a step, and the net cut; all plans share its traces."""
     net = conv_net(momentum)
-    return net, unsplit(net), *fpipe.from_sequential(net, stages=3, loss=CROSS)
+    return net, run_conv_net_unsplit(net), *fpipe.from_sequential(net, stages=3, loss=CROSS)
 
 
 @pytest.mark.crossed
@@ -61,21 +61,21 @@ def cut_conv_net(momentum: float | None = 0.1) -> tuple[nn.Sequential, nn.Module
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_buffers_and_gradients_are_those_of_the_unsplit_module(schedule, momentum, trace):
     """torch 2.13's pipeline counts m+1 batches, and keeps a running mean of its dry run on uninitialised memory."""
-    net, right, model, params, state = cut_conv_net(momentum)
-    before = conv_net(momentum).state_dict()
+    net, expected_net, model, params, state = cut_conv_net(momentum)
+    initial_state = conv_net(momentum).state_dict()
     for policy in (POLICIES["kept"], POLICIES["recomputed and split"]):
         result = fpipe.build(merged(model, 4, *policy, SCHEDULES[schedule]), model, trace=trace)(
-            params, (X, T), state=state
+            params, (X, CLASSES), state=state
         )
-        assert remembered(result).keys() == dict(right.named_buffers()).keys()
-        assert remembered(result)["1.num_batches_tracked"] == 4
-        assert_unsplit(model, result, right)
-    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+        assert state_by_name(result).keys() == dict(expected_net.named_buffers()).keys()
+        assert state_by_name(result)["1.num_batches_tracked"] == 4
+        assert_unsplit(model, result, expected_net)
+    assert all(torch.equal(initial_state[name], tensor) for name, tensor in net.state_dict().items())
 
 
 def test_state_is_verified_too():
     _, _, model, params, state = cut_conv_net()
-    report = fpipe.verify(merged(model, 4, SCHEDULES["1f1b"]), model, params, (X, T), state=state)
+    report = fpipe.verify(merged(model, 4, SCHEDULES["1f1b"]), model, params, (X, CLASSES), state=state)
     assert report.bitwise
     assert any(leaf.name == "state[2]['7.running_var']" for leaf in report.leaves)
 
@@ -86,7 +86,7 @@ def test_a_change_of_mode_is_refused_with_the_way_out():
     net[4].eval()
     sentence = "module '4' (BatchNorm2d) was in training when the net was cut into stages and is in eval now"
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        fpipe.build(fpipe.program(model), model)(params, (X, T), state=state)
+        fpipe.build(fpipe.program(model), model)(params, (X, CLASSES), state=state)
 
 
 def test_what_a_recompute_would_write_is_written_once():
@@ -117,7 +117,7 @@ READINGS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", READINGS)
 def test_readings_leave_everything_as_they_found_it(name: str):
-    """Parameters, their gradients, buffers, random numbers and modes. PipeDream's and Paddle's dry runs did not."""
+    """Parameters, gradients, buffers, random numbers and modes stay. Dry runs of PipeDream and Paddle changed them."""
     torch.manual_seed(1)
     blocks = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), parametrizations.spectral_norm(nn.Linear(8, 8))]
     net = nn.Sequential(*blocks, nn.BatchNorm1d(8).eval(), nn.Linear(8, 8))
@@ -127,16 +127,16 @@ def test_readings_leave_everything_as_they_found_it(name: str):
     def found() -> Any:
         tensors = [*net.state_dict(keep_vars=True).items(), ("batch", ROWS[0]), ("target", ROWS[1])]
         grads = [(key, None if leaf.grad is None else leaf.grad.clone()) for key, leaf in net.named_parameters()]
-        held = [(key, leaf.clone()) for part in (*params, *state) for key, leaf in part.items()]
+        copies = [(key, leaf.clone()) for stage in (*params, *state) for key, leaf in stage.items()]
         modes = [(key, module.training) for key, module in net.named_modules()]
-        whole = [(key, id(leaf), leaf.detach().clone()) for key, leaf in tensors]
-        return [*whole, *grads, *held, *modes, ("random", torch.get_rng_state())]
+        identities = [(key, id(leaf), leaf.detach().clone()) for key, leaf in tensors]
+        return [*identities, *grads, *copies, *modes, ("random", torch.get_rng_state())]
 
-    before = found()
+    expected = found()
     READINGS[name](merged(model, 4, fpipe.checkpoint()), model, params, ROWS, state=state, key=3)
-    for one, other in zip(found(), before, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, one[0]
+    for row, expected_row in zip(found(), expected, strict=True):
+        for a, b in zip(row, expected_row, strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, row[0]
 
 
 # Deferred
@@ -156,13 +156,13 @@ def test_deferred_statistics_are_the_full_batchs(rows: int, schedule: str, momen
     model = fpipe.deferred_batch_norm(model)
     split = fpipe.split(4, rows=rows, allow_fewer=True)
     program = fpipe.chain(split, SCHEDULES[schedule], fpipe.merge())(fpipe.program(model))
-    step, right = fpipe.build(program, model), copy.deepcopy(net)
+    step, expected_net = fpipe.build(program, model), copy.deepcopy(net)
     for count in (1, 2, 3):
         state = step(params, (x, t), state=state).state
-        right(x)
-        assert state[0].keys() == dict(right.named_buffers()).keys()
+        expected_net(x)
+        assert state[0].keys() == dict(expected_net.named_buffers()).keys()
         assert state[0]["0.num_batches_tracked"] == count
-        for name, buffer in right.named_buffers():
+        for name, buffer in expected_net.named_buffers():
             torch.testing.assert_close(state[0][name], buffer, rtol=1e-6, atol=0)
 
 
@@ -171,10 +171,10 @@ def test_deferred_in_float32_at_an_offset_of_1e4():
     net = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, 5))
     model, params, state = fpipe.from_sequential(net, stages=1, loss=CROSS)
     model = fpipe.deferred_batch_norm(model)
-    found = fpipe.build(merged(model, 4), model)(params, (x, t), state=state).state[0]
+    buffers = fpipe.build(merged(model, 4), model)(params, (x, t), state=state).state[0]
     var, mean = torch.var_mean(x.double(), (0, 2, 3))
-    torch.testing.assert_close(found["0.running_mean"].double(), 0.1 * mean, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found["0.running_var"].double(), 0.9 + 0.1 * var, rtol=1e-6, atol=0)
+    torch.testing.assert_close(buffers["0.running_mean"].double(), 0.1 * mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(buffers["0.running_var"].double(), 0.9 + 0.1 * var, rtol=1e-6, atol=0)
 
 
 def test_without_batch_norms_nothing_is_deferred():
@@ -184,8 +184,8 @@ def test_without_batch_norms_nothing_is_deferred():
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_equal_stages_remember_each_their_own(deferred: bool):
-    """They share a trace. What a norm had noted went by its name, which is another in each stage, so that the step fell
-    back to run under autograd."""
+    """Equal stages share a trace. Statistics went by the norm's name, which differs by stage, so the step fell back to
+    autograd."""
     blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(3)]
     net = nn.Sequential(*blocks)
     batch = X, torch.randn_like(X)
@@ -193,33 +193,37 @@ def test_equal_stages_remember_each_their_own(deferred: bool):
     model = fpipe.deferred_batch_norm(model) if deferred else model
     program = merged(model, 4, fpipe.checkpoint("always"))
     assert fpipe.verify(program, model, params, batch, state=state).bitwise  # a warning is an error
-    found = fpipe.build(program, model)(params, batch, state=state).state
-    walked = fpipe.build(program, model, trace=False)(params, batch, state=state).state
-    assert [list(stage) for stage in found] == [list(stage) for stage in walked]
-    assert all(torch.equal(stage[n], other[n]) for stage, other in zip(found, walked, strict=True) for n in stage)
+    traced_state = fpipe.build(program, model)(params, batch, state=state).state
+    untraced_state = fpipe.build(program, model, trace=False)(params, batch, state=state).state
+    assert [list(stage) for stage in traced_state] == [list(stage) for stage in untraced_state]
+    assert all(
+        torch.equal(stage[n], untraced_stage[n])
+        for stage, untraced_stage in zip(traced_state, untraced_state, strict=True)
+        for n in stage
+    )
 
 
 # What a forward reads and writes
 
 
-def counting(own: Any, x: Tensor) -> Tensor:
-    """Multiplies by how often it was called, in training or not."""
-    own.count += 1
-    return x * own.count
+def multiply_by_count(module: Any, x: Tensor) -> Tensor:
+    """Multiply by the number of calls, in training or not."""
+    module.count += 1
+    return x * module.count
 
 
 def counter() -> nn.Module:
-    return Toy(counting, count=torch.zeros(()))
+    return Toy(multiply_by_count, count=torch.zeros(()))
 
 
 class Centred(nn.Module):
-    """Subtracts a moving average that it updates first; each way to write it is one that people use."""
+    """Subtract a moving average that is updated first, in one of several styles that people use."""
 
     mean: Tensor
 
-    def __init__(self, how: str, persistent: bool = True) -> None:
+    def __init__(self, style: str, persistent: bool = True) -> None:
         super().__init__()
-        self.how, self.scale = how, nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.style, self.scale = style, nn.Parameter(torch.linspace(0.5, 1.5, 8))
         self.register_buffer("mean", torch.zeros(8), persistent=persistent)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -228,45 +232,45 @@ class Centred(nn.Module):
         return (x - self.mean) * self.scale
 
     @torch.no_grad()
-    def update(self, now: Tensor) -> None:
-        if self.how == "in place":
-            self.mean.mul_(0.9).add_(now, alpha=0.1)
-        elif self.how == "another":
-            self.mean = 0.9 * self.mean + 0.1 * now
-        elif self.how == "out":
-            torch.lerp(self.mean, now, 0.1, out=self.mean)
-        elif self.how == "a slice":
-            self.mean[2:] = now[2:]
+    def update(self, batch_mean: Tensor) -> None:
+        if self.style == "in place":
+            self.mean.mul_(0.9).add_(batch_mean, alpha=0.1)
+        elif self.style == "another":
+            self.mean = 0.9 * self.mean + 0.1 * batch_mean
+        elif self.style == "out":
+            torch.lerp(self.mean, batch_mean, 0.1, out=self.mean)
+        elif self.style == "a slice":
+            self.mean[2:] = batch_mean[2:]
 
 
-def pre_hook(module: Any, args: Any) -> None:
+def add_batch_mean(module: Any, args: Any) -> None:
     module.mean = module.mean + args[0].detach().mean(0)
 
 
-def by_hand(own: Any, x: Tensor) -> Tensor:
-    """Batch norm as one writes it, which normalises by what it remembers."""
-    nn.functional.batch_norm(x.detach(), own.mean, own.var, training=own.training)
-    return nn.functional.batch_norm(x, own.mean, own.var)
+def batch_norm_by_hand(module: Any, x: Tensor) -> Tensor:
+    """Normalize by running statistics that are updated just before."""
+    nn.functional.batch_norm(x.detach(), module.mean, module.var, training=module.training)
+    return nn.functional.batch_norm(x, module.mean, module.var)
 
 
-def of_inner(own: Any, x: Tensor) -> Tensor:
-    """Writes a buffer of a module inside it."""
-    own.inner.mean.copy_(x.detach().mean(0))
-    return own.inner(x)
+def write_inner_mean(module: Any, x: Tensor) -> Tensor:
+    """Write a buffer of a child module."""
+    module.inner.mean.copy_(x.detach().mean(0))
+    return module.inner(x)
 
 
-def asks(own: Any, x: Tensor) -> Tensor:
-    """Looks at what a norm inside it remembers, if it does."""
-    y = own.norm(x.T[None])[0].T if isinstance(own.norm, nn.InstanceNorm1d) else own.norm(x)
-    return y if own.norm.running_mean is None else y - own.norm.running_mean * 3
+def subtract_running_mean(module: Any, x: Tensor) -> Tensor:
+    """Read the running mean of a norm inside, if it has one."""
+    y = module.norm(x.T[None])[0].T if isinstance(module.norm, nn.InstanceNorm1d) else module.norm(x)
+    return y if module.norm.running_mean is None else y - module.norm.running_mean * 3
 
 
-def asked_beside(own: Any, x: Tensor) -> Tensor:
-    """Asks by a function of nobody's."""
-    return beside(own.norm, own.norm(x))
+def scale_by_function(module: Any, x: Tensor) -> Tensor:
+    """Read the running variance in a function outside of any module."""
+    return scale_by_running_var(module.norm, module.norm(x))
 
 
-def beside(norm: Any, y: Tensor) -> Tensor:
+def scale_by_running_var(norm: Any, y: Tensor) -> Tensor:
     return y if norm.running_var is None else y * norm.running_var
 
 
@@ -276,29 +280,32 @@ def scaled_by_hook() -> nn.Module:
     return norm
 
 
-def hooked(module: nn.Module) -> nn.Module:
-    module.register_forward_pre_hook(pre_hook)
+def centred_by_hook(module: nn.Module) -> nn.Module:
+    module.register_forward_pre_hook(add_batch_mean)
     return module.eval()
 
 
 READERS: dict[str, Callable[[], nn.Sequential]] = {
-    "spectral norm": lambda: twice(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))),
-    "spectral norm, the old": lambda: twice(lambda: spectral_norm(nn.Linear(8, 8))),
-    "a counter": lambda: twice(counter),
-    "a counter in eval": lambda: twice(lambda: counter().eval()),
-    "a hook": lambda: twice(lambda: hooked(Centred("hook"))),
-    "by hand": lambda: twice(lambda: Toy(by_hand, mean=torch.zeros(8), var=torch.ones(8))),
-    "inside": lambda: twice(lambda: Toy(of_inner, inner=Centred("in place").eval())),
-    "a batch norm beside": lambda: twice(lambda: nn.Sequential(Centred("in place"), nn.BatchNorm1d(8))),
-    "a batch norm that is asked": lambda: twice(lambda: Toy(asks, norm=nn.BatchNorm1d(8))),
-    "an instance norm that is asked": lambda: twice(
-        lambda: Toy(asks, norm=nn.InstanceNorm1d(8, track_running_stats=True))
+    "spectral norm": lambda: two_equal_stages(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))),
+    "spectral norm, the old": lambda: two_equal_stages(lambda: spectral_norm(nn.Linear(8, 8))),
+    "a counter": lambda: two_equal_stages(counter),
+    "a counter in eval": lambda: two_equal_stages(lambda: counter().eval()),
+    "a hook": lambda: two_equal_stages(lambda: centred_by_hook(Centred("hook"))),
+    "by hand": lambda: two_equal_stages(lambda: Toy(batch_norm_by_hand, mean=torch.zeros(8), var=torch.ones(8))),
+    "inside": lambda: two_equal_stages(lambda: Toy(write_inner_mean, inner=Centred("in place").eval())),
+    "a batch norm beside": lambda: two_equal_stages(lambda: nn.Sequential(Centred("in place"), nn.BatchNorm1d(8))),
+    "a batch norm that is asked": lambda: two_equal_stages(lambda: Toy(subtract_running_mean, norm=nn.BatchNorm1d(8))),
+    "an instance norm that is asked": lambda: two_equal_stages(
+        lambda: Toy(subtract_running_mean, norm=nn.InstanceNorm1d(8, track_running_stats=True))
     ),
-    "a batch norm that a function asks": lambda: twice(lambda: Toy(asked_beside, norm=nn.BatchNorm1d(8))),
-    "a batch norm that its hook asks": lambda: twice(scaled_by_hook),
-    "not in the state_dict": lambda: twice(lambda: Centred("in place", persistent=False)),
+    "a batch norm that a function asks": lambda: two_equal_stages(
+        lambda: Toy(scale_by_function, norm=nn.BatchNorm1d(8))
+    ),
+    "a batch norm that its hook asks": lambda: two_equal_stages(scaled_by_hook),
+    "not in the state_dict": lambda: two_equal_stages(lambda: Centred("in place", persistent=False)),
 } | {
-    how: functools.partial(twice, functools.partial(Centred, how)) for how in ("in place", "another", "out", "a slice")
+    how: functools.partial(two_equal_stages, functools.partial(Centred, how))
+    for how in ("in place", "another", "out", "a slice")
 }
 PLANS: dict[str, tuple[Transform, ...]] = {
     "gpipe": (fpipe.schedules.gpipe(2),),
@@ -310,68 +317,74 @@ PLANS: dict[str, tuple[Transform, ...]] = {
 
 @functools.cache
 def cut_reader(name: str) -> tuple[nn.Sequential, nn.Module, fpipe.Model, Any, Any]:
-    """The net, the unsplit one after a step, and the net cut."""
+    """Return the net, the unsplit net after a step, and the net cut."""
     net = READERS[name]()
-    return net, one_by_one(net, ROWS)[0], *fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
+    return net, run_unsplit(net, ROWS)[0], *fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
 
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("name", READERS)
 def test_a_forward_that_reads_what_it_writes_is_the_unsplit_modules(name: str, trace: bool):
-    """Refused once: a spectral norm, and any module of one's own that writes a buffer."""
-    before = {name: buffer.clone() for name, buffer in READERS[name]().named_buffers()}
-    net, right, model, params, state = cut_reader(name)
+    """Spectral norms and modules that write a buffer used to be refused."""
+    initial_buffers = {name: buffer.clone() for name, buffer in READERS[name]().named_buffers()}
+    net, expected_net, model, params, state = cut_reader(name)
     for plan in PLANS.values():
         program = merged(model, 4, *plan)
         result = fpipe.build(program, model, trace=trace)(params, ROWS, state=state)  # a warning is an error
-        assert remembered(result).keys() == before.keys()
-        assert_unsplit(model, result, right)
-    assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
-    assert {name: None for name, _ in net.named_buffers()} == dict.fromkeys(before)
+        assert state_by_name(result).keys() == initial_buffers.keys()
+        assert_unsplit(model, result, expected_net)
+    assert all(torch.equal(initial_buffers[name], buffer) for name, buffer in net.named_buffers())
+    assert {name: None for name, _ in net.named_buffers()} == dict.fromkeys(initial_buffers)
 
 
 @pytest.mark.parametrize("name", ["a counter", "another"])
 def test_verify_and_equal_stages_know_it_too(name: str):
-    """Equal stages share a trace, under names that are not theirs."""
+    """Equal stages share a trace, whose buffers have the names of another stage."""
     _, _, model, params, state = cut_reader(name)
     program = merged(model, 4, *PLANS["1f1b, recomputed"])
     assert fpipe.verify(program, model, params, ROWS, state=state).bitwise
-    turned = tuple(dict(reversed(stage.items())) for stage in state)
-    found = fpipe.build(program, model, example=(params, ROWS, turned))(params, ROWS, state=turned).state
-    right = fpipe.reference(model, params, ROWS, microbatches=4, state=state).state
-    assert [list(stage) for stage in found] == [list(stage) for stage in turned]
-    assert all(torch.equal(stage[n], other[n]) for stage, other in zip(found, right, strict=True) for n in stage)
+    reversed_state = tuple(dict(reversed(stage.items())) for stage in state)
+    state_after = fpipe.build(program, model, example=(params, ROWS, reversed_state))(
+        params, ROWS, state=reversed_state
+    ).state
+    expected_state = fpipe.reference(model, params, ROWS, microbatches=4, state=state).state
+    assert [list(stage) for stage in state_after] == [list(stage) for stage in reversed_state]
+    assert all(
+        torch.equal(stage[n], expected_stage[n])
+        for stage, expected_stage in zip(state_after, expected_state, strict=True)
+        for n in stage
+    )
 
 
 def test_forwards_that_read_what_they_write_keep_to_their_order():
     model, params, state = fpipe.from_sequential(READERS["a counter"](), sizes=[3, 3], loss=MSE, example=ROWS[0])
-    late = fpipe.schedules.from_table(
+    schedule_out_of_order = fpipe.schedules.from_table(
         [
             ["0F2", "0F0", "0F1", "0F3", "0B2", "0B0", "0B1", "0B3"],
             ["1F2", "1B2", "1F0", "1B0", "1F1", "1B1", "1F3", "1B3"],
         ]
     )
-    keeps = "stage 0 keeps '1.count', so its forwards run in microbatch order on one rank; "
+    rule = "stage 0 keeps '1.count', so its forwards run in microbatch order on one rank; "
     for schedule, order in (
-        (late, "0F2 comes before 0F0 on rank 0."),
+        (schedule_out_of_order, "0F2 comes before 0F0 on rank 0."),
         (fpipe.schedules.chimera(2), "0F1 is on rank 0 and 0F2 on rank 1."),
         (fpipe.schedules.dualpipe(2), "0F1 is on rank 0 and 0F2 on rank 1."),
         (fpipe.place("bidirectional"), "0F1 is on rank 0 and 0F2 on rank 1."),
     ):
-        with pytest.raises(fpipe.ProgramError, match=re.escape(keeps + order)):
+        with pytest.raises(fpipe.ProgramError, match=re.escape(rule + order)):
             fpipe.chain(fpipe.split(4), schedule)(fpipe.program(model))
     text = str(fpipe.split(2)(fpipe.program(model))).replace("0,0]", "0,9]").replace("0,1]", "0,0]")
     with pytest.raises(fpipe.ProgramError, match="stage 0 keeps module state, so its forwards run in microbatch order"):
         fpipe.Program.parse(text.replace("0,9]", "0,1]"))
     step = fpipe.build(merged(model, 4), model)
-    for given, sentence in (
+    for wrong_state, sentence in (
         (None, r"this program reads state\[0\], the module state of stage 0 \(0, 1, 2\): hand it in as step"),
         (({}, {}), r"state of stage 0 must have '1\.count', which is missing\."),
-        (({**state[0], "odd": T}, state[1]), "state of stage 0 has 'odd', which is not a buffer that it writes"),
+        (({**state[0], "odd": CLASSES}, state[1]), "state of stage 0 has 'odd', which is not a buffer that it writes"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            step(params, ROWS, state=given)
+            step(params, ROWS, state=wrong_state)
 
 
 def test_in_eval_what_asks_for_its_mode_reads_constants():
@@ -389,24 +402,24 @@ def test_in_eval_what_asks_for_its_mode_reads_constants():
 
 
 def test_what_would_count_twice_is_refused():
-    def again(own: Any, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(lambda x: own.counter(x).sin(), x, use_reentrant=False)
+    def recompute_counter(module: Any, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(lambda x: module.counter(x).sin(), x, use_reentrant=False)
 
-    net = twice(lambda: Toy(again, counter=counter()))
+    net = two_equal_stages(lambda: Toy(recompute_counter, counter=counter()))
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
     sentence = "stage 1 writes buffer '4.counter.count' once more as its backward recomputes it with torch.utils.checkp"
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         fpipe.build(merged(model, 4), model, trace=False)(params, ROWS, state=state)
 
 
-ONE, LENT = Centred("in place"), Centred("another")
-LENT.mean = ONE.mean
+MEAN_OWNER, MEAN_BORROWER = Centred("in place"), Centred("another")
+MEAN_BORROWER.mean = MEAN_OWNER.mean
 test_what_a_stage_remembers_has_one_home = refusals(
     globals(),
     """
-fpipe.from_sequential(nn.Sequential(ONE, nn.Tanh(), ONE), sizes=[1, 2], example=ROWS[0])
+fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_OWNER), sizes=[1, 2], example=ROWS[0])
     ValueError: module '2' (Centred) stands in stages 0 and 1, and what it remembers
-fpipe.from_sequential(nn.Sequential(ONE, nn.Tanh(), LENT), sizes=[1, 2], example=ROWS[0])
+fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_BORROWER), sizes=[1, 2], example=ROWS[0])
     ValueError: buffers '2.mean' and '0.mean' are one tensor, and the first is written; give each its own.
 """,
 )
@@ -436,12 +449,12 @@ def test_statistics_are_eagers_for_every_kind_of_norm(norm: nn.Module, x: Tensor
     pipeline = fpipe.chain(fpipe.split(4), *steps, fpipe.schedules.one_f_one_b(1), fpipe.merge())
     step = fpipe.build(pipeline(fpipe.program(model)), model)
     for _ in range(2):
-        before = copy.deepcopy(state)
+        state_before = copy.deepcopy(state)
         result = step(params, (x, target), state=state)
-        assert all(torch.equal(before[0][name], leaf) for name, leaf in state[0].items())  # it is the caller's
+        assert all(torch.equal(state_before[0][name], leaf) for name, leaf in state[0].items())  # it is the caller's
         state = result.state
-    for part in x.tensor_split(4) * 2:
-        net(part)
+    for x_part in x.tensor_split(4) * 2:
+        net(x_part)
     assert all(torch.equal(state[0][name], buffer) for name, buffer in net.named_buffers())
 
 
@@ -452,41 +465,41 @@ def test_a_momentum_that_is_changed_between_steps_is_that_of_the_step():
     for momentum in (0.1, 0.7, None, 0.2):
         for norm in (net[1], net[4], net[7]):
             norm.momentum = momentum
-        right = dict(unsplit(net).named_buffers())
-        result = step(params, (X, T), state=state)
-        assert all(torch.equal(leaf, right[name]) for stage in result.state for name, leaf in stage.items())
+        expected_buffers = dict(run_conv_net_unsplit(net).named_buffers())
+        result = step(params, (X, CLASSES), state=state)
+        assert all(torch.equal(leaf, expected_buffers[name]) for stage in result.state for name, leaf in stage.items())
 
 
 def test_what_is_not_finite_is_told_of_the_op_that_wrote_it():
-    """The update that a forward makes itself would be blamed otherwise."""
+    """The update inside of a forward would be blamed otherwise."""
     model, params, state = fpipe.from_sequential(conv_net(), stages=3, loss=CROSS)
     step = fpipe.build(merged(model, 4), model, check_finite=True)
     params[0]["0.weight"][0] = torch.nan
     with pytest.raises(FloatingPointError, match=r"0F0 wrote y\[0,0\] with NaN"):
-        step(params, (X, T), state=state)
+        step(params, (X, CLASSES), state=state)
 
 
-def unread(own: Any, x: Tensor) -> Tensor:
-    """A norm beside, whose output nobody reads in this step."""
-    own.other(x * 2)
-    return own.one(x)
+def run_unread_norm(module: Any, x: Tensor) -> Tensor:
+    """Run a second norm whose output nobody reads in this step."""
+    module.other(x * 2)
+    return module.one(x)
 
 
 def test_a_norm_that_nobody_reads_is_updated_all_the_same():
-    """The forward was to write its statistics too, and had no such op: LookupError."""
+    """The forward had no op that could write these statistics, and the build raised LookupError."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), Toy(unread, one=nn.BatchNorm1d(8), other=nn.BatchNorm1d(8)))
+    net = nn.Sequential(nn.Linear(8, 8), Toy(run_unread_norm, one=nn.BatchNorm1d(8), other=nn.BatchNorm1d(8)))
     model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
-    for more in ((), (fpipe.checkpoint("always"),)):
-        chain = (fpipe.split(4), fpipe.schedules.one_f_one_b(2), *more, fpipe.merge(outputs=False))
-        found = fpipe.build(fpipe.chain(*chain)(fpipe.program(model)), model)(params, ROWS, state=state)
-        assert len(remembered(found)) == 6
-        own = one_by_one(net, ROWS)[0]
-        assert all(torch.equal(one, own.get_buffer(name)) for name, one in remembered(found).items())
+    for policy in ((), (fpipe.checkpoint("always"),)):
+        transforms = (fpipe.split(4), fpipe.schedules.one_f_one_b(2), *policy, fpipe.merge(outputs=False))
+        result = fpipe.build(fpipe.chain(*transforms)(fpipe.program(model)), model)(params, ROWS, state=state)
+        assert len(state_by_name(result)) == 6
+        expected_net = run_unsplit(net, ROWS)[0]
+        assert all(torch.equal(buffer, expected_net.get_buffer(name)) for name, buffer in state_by_name(result).items())
 
 
 def test_running_statistics_may_be_one_number_expanded():
-    """Which no op can write in place; the build failed in torch."""
+    """No op can write an expanded tensor in place, so the build used to fail inside torch."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
     state[1]["1.running_mean"] = torch.zeros(()).expand(8)
@@ -494,43 +507,43 @@ def test_running_statistics_may_be_one_number_expanded():
 
 
 def test_threads_that_run_one_norm_take_turns_in_looking_at_its_mode_too():
-    """While another ran, the norm had no buffers: "was in training when the net was cut and is in eval now"."""
+    """A norm that ran on another thread had no buffers, and was reported as switched to eval."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
     model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
     step = fpipe.build(merged(model, 4, fpipe.schedules.one_f_one_b(2)), model, trace=False)
-    before, _ = sys.getswitchinterval(), sys.setswitchinterval(1e-5)
+    switch_interval, _ = sys.getswitchinterval(), sys.setswitchinterval(1e-5)
     try:
         with concurrent.futures.ThreadPoolExecutor(4) as threads:
-            found = list(threads.map(lambda _: step(params, ROWS, state=state).loss, range(24)))
+            losses = list(threads.map(lambda _: step(params, ROWS, state=state).loss, range(24)))
     finally:
-        sys.setswitchinterval(before)
-    assert all(torch.equal(loss, found[0]) for loss in found)
+        sys.setswitchinterval(switch_interval)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 
-def across(own: Any, x: Tensor) -> Tensor:
-    """A batch norm over what is in dim 2, so that sequences can be sliced."""
-    return own.norm(x.transpose(1, 2)).transpose(1, 2)
+def normalize_dim_2(module: Any, x: Tensor) -> Tensor:
+    """Batch-normalize dim 2, so that sequences can be sliced."""
+    return module.norm(x.transpose(1, 2)).transpose(1, 2)
 
 
 @pytest.mark.parametrize(
     ("microbatches", "slices", "trace"), [(1, 2, False), (2, 3, True), (2, 3, False), (3, 1, True)]
 )
 def test_deferred_statistics_of_slices_are_the_full_batchs(microbatches: int, slices: int, trace: bool):
-    """Each slice counted as its whole microbatch: the first slices were forgotten, or it was KeyError('gathered')."""
-    net = nn.Sequential(nn.Linear(3, 3), Toy(across, norm=nn.BatchNorm1d(3)), nn.Linear(3, 3))
+    """Each slice counted as a whole microbatch: the first slices were forgotten, or it raised KeyError('gathered')."""
+    net = nn.Sequential(nn.Linear(3, 3), Toy(normalize_dim_2, norm=nn.BatchNorm1d(3)), nn.Linear(3, 3))
     model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=MSE)
     model = fpipe.deferred_batch_norm(model)
     batch = torch.randn(5, 7, 3) + 4, torch.randn(5, 7, 3)
     program = fpipe.chain(fpipe.split(microbatches, slices=slices), fpipe.merge())(fpipe.program(model))
-    found = fpipe.build(program, model, trace=trace)(params, batch, state=state).state[0]
+    buffers = fpipe.build(program, model, trace=trace)(params, batch, state=state).state[0]
     assert fpipe.verify(program, model, params, batch, state=state).bitwise
     net[1](net[0](batch[0]))
-    for name, held in net[1].norm.named_buffers():
-        torch.testing.assert_close(found[f"1.norm.{name}"], held)
+    for name, expected in net[1].norm.named_buffers():
+        torch.testing.assert_close(buffers[f"1.norm.{name}"], expected)
 
 
 CHANNELS = "has a number for each of the 3 channels, found {}. Hand in the state that"
-OTHERS: dict[str, tuple[Any, Callable[[Tensor], Any], str]] = {
+WRONG_STATISTICS: dict[str, tuple[Any, Callable[[Tensor], Any], str]] = {
     "too few": (nn.BatchNorm1d, lambda held: held[:2], CHANNELS.format("shape (2,)")),
     "too few, deferred": (nn.BatchNorm1d, lambda held: held[:2], CHANNELS.format("shape (2,)")),
     "too few of an instance norm": (nn.InstanceNorm1d, lambda held: held[:2], CHANNELS.format("shape (2,)")),
@@ -538,16 +551,16 @@ OTHERS: dict[str, tuple[Any, Callable[[Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("case", WRONG_STATISTICS)
 @pytest.mark.parametrize("trace", [True, False, None], ids=["traced", "by autograd", "reference"])
-def test_statistics_of_other_channels_are_refused(other: str, trace: bool | None):
-    """A batch norm's update read and wrote past the end of those that were too few, without a word."""
-    make, change, sentence = OTHERS[other]
-    norm = make(3, track_running_stats=True)
+def test_statistics_of_other_channels_are_refused(case: str, trace: bool | None):
+    """With too few channels the update silently read and wrote past the end of the statistics."""
+    norm_class, change, sentence = WRONG_STATISTICS[case]
+    norm = norm_class(3, track_running_stats=True)
     dtype = norm.running_mean.dtype
     model, params, state = fpipe.from_sequential(nn.Sequential(nn.Conv1d(3, 3, 1, dtype=dtype), norm), 1, loss=MSE)
-    model = fpipe.deferred_batch_norm(model) if "deferred" in other else model
-    changed = ({name: change(held) if held.ndim else held for name, held in state[0].items()},)
+    model = fpipe.deferred_batch_norm(model) if "deferred" in case else model
+    changed = ({name: change(buffer) if buffer.ndim else buffer for name, buffer in state[0].items()},)
     step = partial(fpipe.reference, model) if trace is None else fpipe.build(merged(model, 2), model, trace=trace)
     batch = torch.randn(6, 3, 2, dtype=dtype), torch.randn(6, 3, 2, dtype=dtype)
     for _ in range(2):
@@ -557,7 +570,7 @@ def test_statistics_of_other_channels_are_refused(other: str, trace: bool | None
 
 
 class Shifted(nn.Module):
-    """Changes what its norm has normalised, which autograd allows where it does not keep it."""
+    """Write the input of a norm in place, which autograd allows where it does not keep that input."""
 
     def __init__(self, norm: nn.Module, frozen: bool = False, change: Any = None) -> None:
         super().__init__()
@@ -589,80 +602,80 @@ SHIFTED: dict[str, Callable[[], nn.Sequential]] = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SHIFTED)
 def test_what_a_norm_has_seen_may_be_changed_in_place_later(name: str, policy: str, trace: bool):
-    """The update read what it had been changed to: a running variance of twice the size, without a word."""
+    """The update silently read the changed input, and the running variance was twice too large."""
     net = SHIFTED[name]()
     model, params, state = fpipe.from_sequential(net, sizes=[1, 1], loss=MSE)
     program = merged(model, 4, *POLICIES[policy], fpipe.schedules.one_f_one_b(2))
     result = fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
-    right = one_by_one(net, ROWS)[0]
-    assert all(torch.equal(one, right.get_buffer(name)) for name, one in remembered(result).items())
+    expected_net = run_unsplit(net, ROWS)[0]
+    assert all(torch.equal(buffer, expected_net.get_buffer(name)) for name, buffer in state_by_name(result).items())
 
 
-def called(net: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+def calling(net: nn.Module) -> Callable[[Any, Tensor], Tensor]:
     return lambda p, x: torch.func.functional_call(net, p, (x,))
 
 
-def trained(net: nn.Module) -> dict[str, Tensor]:
+def detached_params(net: nn.Module) -> dict[str, Tensor]:
     return {name: leaf.detach() for name, leaf in net.named_parameters()}
 
 
-def runs_of(model: fpipe.Model, params: Any) -> dict[str, Callable[[], Any]]:
-    """All that runs a model's functions."""
-    program, given = merged(model, 3, fpipe.checkpoint()), (params, ROWS)
+def run_by_name(model: fpipe.Model, params: Any) -> dict[str, Callable[[], Any]]:
+    """Return each way to run a model's functions, by name."""
+    program, inputs = merged(model, 3, fpipe.checkpoint()), (params, ROWS)
     return {
-        "traced": lambda: fpipe.build(program, model)(*given),
-        "example": lambda: fpipe.build(program, model, example=given)(*given),
-        "by autograd": lambda: fpipe.build(program, model, trace=False)(*given),
-        "reference": lambda: fpipe.reference(model, *given, microbatches=3),
-        "verify": lambda: fpipe.verify(program, model, *given),
+        "traced": lambda: fpipe.build(program, model)(*inputs),
+        "example": lambda: fpipe.build(program, model, example=inputs)(*inputs),
+        "by autograd": lambda: fpipe.build(program, model, trace=False)(*inputs),
+        "reference": lambda: fpipe.reference(model, *inputs, microbatches=3),
+        "verify": lambda: fpipe.verify(program, model, *inputs),
     }
 
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("run", ["traced", "by autograd", "reference", "verify", "example"])
-@pytest.mark.parametrize("where", ["stage", "loss"])
-def test_a_function_leaves_what_the_modules_it_closes_over_remember(where: str, run: str):
-    """The first step counted each microbatch twice, and `verify` once more: its gradients were all right."""
-    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=where == "stage"))
-    if where == "stage":
-        model = fpipe.from_functions([called(net)], MSE)
+@pytest.mark.parametrize("place", ["stage", "loss"])
+def test_a_function_leaves_what_the_modules_it_closes_over_remember(place: str, run: str):
+    """The first step used to count each microbatch twice, and `verify` once more, although all gradients were right."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=place == "stage"))
+    if place == "stage":
+        model = fpipe.from_functions([calling(net)], MSE)
         sentence = "stage 0 (<lambda>) writes 'net.1.num_batches_tracked' in place (aten.add_.Tensor), which it closes "
     else:
-        model = fpipe.from_functions([called(net[0])], lambda y, t: MSE(net[1](y), t))
+        model = fpipe.from_functions([calling(net[0])], lambda y, t: MSE(net[1](y), t))
         sentence = "the loss writes 'net.1.num_batches_tracked' in place (aten.add_.Tensor), which it closes over; a st"
-    runs = runs_of(model, (trained(net if where == "stage" else net[0]),))
-    before = copy.deepcopy(net.state_dict())
+    runs = run_by_name(model, (detached_params(net if place == "stage" else net[0]),))
+    initial_state = copy.deepcopy(net.state_dict())
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         runs[run]()
-    assert all(torch.equal(before[name], held) for name, held in net.state_dict().items())
+    assert all(torch.equal(initial_state[name], buffer) for name, buffer in net.state_dict().items())
     net.eval()
     assert runs["verify"]().bitwise
 
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_a_function_that_asks_for_state_hands_it_to_its_module(trace: bool):
-    """The way out that the refusal names."""
+    """A function can bind its state by functional_call, as the refusal suggests."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
 
     def stage(p: Any, x: Tensor, *, state: dict[str, Tensor]) -> Any:
-        new = {name: kept.clone() for name, kept in state.items()}
-        return torch.func.functional_call(net, {**p, **new}, (x,)), new
+        new_state = {name: buffer.clone() for name, buffer in state.items()}
+        return torch.func.functional_call(net, {**p, **new_state}, (x,)), new_state
 
     model = fpipe.from_functions([stage], MSE)
-    state = ({name: kept.clone() for name, kept in net.named_buffers()},)
+    state = ({name: buffer.clone() for name, buffer in net.named_buffers()},)
     step = fpipe.build(merged(model, 3, fpipe.checkpoint()), model, trace=trace)
-    found, right = remembered(step((trained(net),), ROWS, state=state)), one_by_one(net, ROWS, 3)[0]
-    assert all(torch.equal(kept, found[name]) for name, kept in right.named_buffers())
+    result, expected_net = state_by_name(step((detached_params(net),), ROWS, state=state)), run_unsplit(net, ROWS, 3)[0]
+    assert all(torch.equal(buffer, result[name]) for name, buffer in expected_net.named_buffers())
 
 
 @pytest.mark.parametrize("run", ["traced", "by autograd", "reference"])
 @pytest.mark.parametrize("name", ["count", "held.0", "net.weight"])
 def test_a_function_changes_no_tensor_that_it_closes_over(name: str, run: str):
-    """It counted the microbatches of the first step twice, and its output depended on their order."""
-    count, held, net = torch.zeros(()), [torch.zeros(())], nn.Linear(8, 8)
+    """The first step used to count its microbatches twice, and its output depended on their order."""
+    count, lists, net = torch.zeros(()), [torch.zeros(())], nn.Linear(8, 8)
     changes: dict[str, Callable[[], Any]] = {
         "count": lambda: count.add_(1),
-        "held.0": lambda: held[0].add_(1),
+        "held.0": lambda: lists[0].add_(1),
         "net.weight": lambda: torch.nn.init.zeros_(net.weight),
     }
     change = changes[name]
@@ -674,4 +687,4 @@ def test_a_function_changes_no_tensor_that_it_closes_over(name: str, run: str):
     op = "aten.zero_.default" if name == "net.weight" else "aten.add_.Tensor"
     sentence = f"stage 0 (stage) writes '{name}' in place ({op}), which it closes over; a stage and a loss are pure fun"
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
-        runs_of(fpipe.from_functions([stage], MSE), ({"w": torch.eye(8)},))[run]()
+        run_by_name(fpipe.from_functions([stage], MSE), ({"w": torch.eye(8)},))[run]()

@@ -1,4 +1,4 @@
-"""What is handed on is the net's whole state_dict, whatever was cut, frozen, tied or on meta."""
+"""gather_state_dict returns the net's whole state_dict if parts are frozen, tied or on meta."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MSE = nn.functional.mse_loss
 WIDTH = 6
 
 
-def linear(**how: Any) -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH, **how)
+def linear(**options: Any) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, **options)
 
 
 def tied() -> nn.Module:
-    first, last = linear(), linear()
-    last.weight = first.weight
-    return nn.Sequential(first, nn.Tanh(), last)
+    input_layer, output_layer = linear(), linear()
+    output_layer.weight = input_layer.weight
+    return nn.Sequential(input_layer, nn.Tanh(), output_layer)
 
 
 def frozen() -> nn.Module:
@@ -66,50 +66,50 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 DOORS = ["from_sequential", "from_module"]
 
 
-def cut(net: Any, door: str, batch: Any) -> tuple[fpipe.Model, Any, Any]:
+def cut_into_stages(net: Any, door: str, batch: Any) -> tuple[fpipe.Model, Any, Any]:
     if door == "from_module":
         return fpipe.from_module(net, 2, loss=MSE, example=batch)
     return fpipe.from_sequential(net, 2, loss=MSE)
 
 
-def batch_of() -> tuple[Tensor, Tensor]:
+def make_batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(8, WIDTH), torch.randn(8, WIDTH)
 
 
-def trained(net: Any, door: str) -> tuple[fpipe.Model, fpipe.Program, fpipe.Result]:
-    model, params, state = cut(net, door, batch_of())
+def train_one_step(net: Any, door: str) -> tuple[fpipe.Model, fpipe.Program, fpipe.Result]:
+    model, params, state = cut_into_stages(net, door, make_batch())
     pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.update("SGD"))
     program = pipeline(fpipe.program(model))
     opt = fpipe.optimizer_state(program, params)
     has_state = {"state": state} if any(state) else {}
-    return model, program, fpipe.build(program, model)(params, batch_of(), opt=opt, lr=0.1, **has_state)
+    return model, program, fpipe.build(program, model)(params, make_batch(), opt=opt, lr=0.1, **has_state)
 
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", NETS)
 def test_a_trained_net_is_loaded_strictly(name: str, door: str, tmp_path: Path):
-    """Four of five nets lacked names: those of ties, frozen parameters, buffers, running statistics."""
+    """The state_dict used to lack ties, frozen parameters, buffers and running statistics."""
     torch.manual_seed(0)
     net = NETS[name]()
     expected, fresh = copy.deepcopy(net), copy.deepcopy(net)
-    model, program, result = trained(net, door)
+    model, program, result = train_one_step(net, door)
     optimizer = torch.optim.SGD([leaf for leaf in expected.parameters() if leaf.requires_grad], lr=0.1)
-    for x, target in zip(*(half.chunk(2) for half in batch_of()), strict=True):
+    for x, target in zip(*(leaf.chunk(2) for leaf in make_batch()), strict=True):
         (MSE(expected(x), target) / 2).backward()
     optimizer.step()
-    whole: Any = fpipe.gather_state_dict(program, result.params, model=model, state=result.state)
+    state_dict: Any = fpipe.gather_state_dict(program, result.params, model=model, state=result.state)
     for leaf in fresh.state_dict().values():
         leaf.zero_()
-    fresh.load_state_dict(whole)  # strict
+    fresh.load_state_dict(state_dict)  # strict
     torch.testing.assert_close(fresh.state_dict(), expected.state_dict())  # the gradients of a tied weight round
     file = tmp_path / "net.safetensors"
     fpipe.gather_state_dict(program, result.params, model=model, state=result.state, file=file)
     from safetensors.torch import load_file
 
-    read = load_file(file)
-    fresh.load_state_dict(read)
-    assert all(torch.equal(leaf, whole[name]) for name, leaf in read.items())
+    file_tensors = load_file(file)
+    fresh.load_state_dict(file_tensors)
+    assert all(torch.equal(leaf, state_dict[name]) for name, leaf in file_tensors.items())
 
 
 class Spare(nn.Module):
@@ -127,97 +127,97 @@ class Spare(nn.Module):
 
 def test_what_no_forward_reads_is_handed_on_too():
     net = Spare()
-    model, program, result = trained(net, "from_module")
-    whole: Any = fpipe.gather_state_dict(program, result.params, model=model)
-    assert whole.keys() == net.state_dict().keys()
-    assert all(torch.equal(whole[name], leaf) for name, leaf in net.spare.state_dict(prefix="spare.").items())
+    model, program, result = train_one_step(net, "from_module")
+    state_dict: Any = fpipe.gather_state_dict(program, result.params, model=model)
+    assert state_dict.keys() == net.state_dict().keys()
+    assert all(torch.equal(state_dict[name], leaf) for name, leaf in net.spare.state_dict(prefix="spare.").items())
 
 
 def test_a_net_on_meta_hands_on_what_was_loaded():
-    real = nn.Sequential(linear(), Shifted(), nn.BatchNorm1d(WIDTH), linear())
+    loaded_net = nn.Sequential(linear(), Shifted(), nn.BatchNorm1d(WIDTH), linear())
     with torch.device("meta"):
-        net = nn.Sequential(linear(), Shifted(), nn.BatchNorm1d(WIDTH), linear())
+        meta_net = nn.Sequential(linear(), Shifted(), nn.BatchNorm1d(WIDTH), linear())
         batch = torch.empty(8, WIDTH), torch.empty(8, WIDTH)
-    model, _, state = cut(net, "from_module", batch)
+    model, _, state = cut_into_stages(meta_net, "from_module", batch)
     program = fpipe.program(model)
-    params = fpipe.load_params(model, program, real.state_dict(), rank=0, init=lambda _, leaf: leaf.zero_())
-    stats = fpipe.load_params(model, program, real.state_dict(), rank=0, of=state)
-    whole: Any = fpipe.gather_state_dict(program, params, model=model, state=stats)
-    assert whole.keys() == real.state_dict().keys()
-    assert all(torch.equal(whole[name], leaf) for name, leaf in real.state_dict().items())
+    params = fpipe.load_params(model, program, loaded_net.state_dict(), rank=0, init=lambda _, leaf: leaf.zero_())
+    loaded_state = fpipe.load_params(model, program, loaded_net.state_dict(), rank=0, of=state)
+    gathered: Any = fpipe.gather_state_dict(program, params, model=model, state=loaded_state)
+    assert gathered.keys() == loaded_net.state_dict().keys()
+    assert all(torch.equal(gathered[name], leaf) for name, leaf in loaded_net.state_dict().items())
 
 
-def on_two(rank: int, file: str) -> list[str] | None:
+def gather_on_rank(rank: int, file: str) -> list[str] | None:
     torch.manual_seed(0)
     net = nn.Sequential(Shifted(), nn.BatchNorm1d(WIDTH), *tied())
     net[0].bias.requires_grad_(False)
-    model, params, state = cut(net, "from_sequential", None)
+    model, params, state = cut_into_stages(net, "from_sequential", None)
     program = fpipe.schedules.gpipe(2)(fpipe.program(model))
-    params, state = (fpipe.local_params(program, part, rank) for part in (params, state))
+    params, state = (fpipe.local_params(program, tensors, rank) for tensors in (params, state))
     fpipe.gather_state_dict(program, params, model=model, state=state, file=file)
-    whole = fpipe.gather_state_dict(program, params, model=model, state=state)
-    if whole is None:
+    state_dict = fpipe.gather_state_dict(program, params, model=model, state=state)
+    if state_dict is None:
         return None
-    net.load_state_dict(whole)
-    return [*whole]
+    net.load_state_dict(state_dict)
+    return [*state_dict]
 
 
 def test_ranks_hand_on_one_net(pair: Processes, tmp_path: Path):
     file = tmp_path / "net.safetensors"
-    names, nothing = pair.each(on_two, str(file))
-    assert nothing is None
+    names, rank_1_names = pair.run(gather_on_rank, str(file))
+    assert rank_1_names is None
     from safetensors.torch import load_file
 
-    read = load_file(file)
+    file_tensors = load_file(file)
     net = nn.Sequential(Shifted(), nn.BatchNorm1d(WIDTH), *tied())
-    assert sorted(read) == sorted(names)
-    net.load_state_dict(read)
+    assert sorted(file_tensors) == sorted(names)
+    net.load_state_dict(file_tensors)
 
 
-def without_values(rank: int, rank_with_values: int) -> list[str] | str:
+def gather_without_values(rank: int, rank_with_values: int) -> list[str] | str:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shifted())
     net[1].bias.requires_grad_(False)
-    model, params, state = cut(net, "from_sequential", None)
+    model, params, state = cut_into_stages(net, "from_sequential", None)
     program = fpipe.schedules.gpipe(2)(fpipe.program(model))
     local = fpipe.local_params(program, params, rank)
     if rank != rank_with_values:
         net[1].to("meta")
     try:
-        whole = fpipe.gather_state_dict(program, local, model=model, state=state)
+        state_dict = fpipe.gather_state_dict(program, local, model=model, state=state)
     except ValueError as error:
         return str(error)
-    return [*(whole or ())]
+    return [*(state_dict or ())]
 
 
 def test_frozen_parameters_come_from_rank_0_whatever_the_others_have(pair: Processes):
-    """A rank whose net is on meta refused alone, and rank 0 waited for its tensors."""
-    names, nothing = pair.each(without_values, 0)
+    """A rank whose net is on meta used to refuse alone, while rank 0 waited for its tensors."""
+    names, rank_1_names = pair.run(gather_without_values, 0)
     assert "1.bias" in names
-    assert nothing == []
-    first, second = pair.each(without_values, 1)
-    assert first == second
-    assert str(first).endswith("is on meta in the net, and not among the params: it has no values to give.")
+    assert rank_1_names == []
+    rank_0_error, rank_1_error = pair.run(gather_without_values, 1)
+    assert rank_0_error == rank_1_error
+    assert str(rank_0_error).endswith("is on meta in the net, and not among the params: it has no values to give.")
 
 
 FUNCTIONS = fpipe.from_functions([lambda p, x: x * p["w"]], MSE)
 NORM, NORM_PARAMS, NORM_STATE = fpipe.from_sequential(nn.Sequential(nn.BatchNorm1d(WIDTH)), 1, loss=MSE)
-ONE = fpipe.program(1)
+ONE_STAGE = fpipe.program(1)
 test_what_is_no_whole_net_is_refused = refusals(
     globals(),
     """
-fpipe.gather_state_dict(ONE, ({"w": torch.ones(1)},), model=FUNCTIONS)
+fpipe.gather_state_dict(ONE_STAGE, ({"w": torch.ones(1)},), model=FUNCTIONS)
     TypeError: stage 0 is of no module, so its parameters have no names
-fpipe.gather_state_dict(ONE, NORM_PARAMS, model=NORM)
+fpipe.gather_state_dict(ONE_STAGE, NORM_PARAMS, model=NORM)
     ValueError: stage 0 (0) has module state, which a step returns: say state=result.state.
-fpipe.gather_state_dict(ONE, NORM_PARAMS, model=NORM, state=())
+fpipe.gather_state_dict(ONE_STAGE, NORM_PARAMS, model=NORM, state=())
     ValueError: state has one entry for each stage, as params; found 0 and 1.
 """,
 )
 
 
 def test_gradients_are_gathered_without_those_that_are_none():
-    """A parameter that the loss does not read has no gradient, and the gathering of all of them was refused."""
+    """A parameter that the loss does not read has no gradient, for which gathering used to be refused."""
     program = fpipe.program(2)
     grads = ({"w": torch.ones(2), "spare": None}, {"v": torch.zeros(1)})
     assert {name: leaf.tolist() for name, leaf in fpipe.gather_state_dict(program, grads).items()} == {

@@ -1,4 +1,4 @@
-"""What torch does not promise and fpipe uses: each test says what a new torch has broken."""
+"""Private parts of torch that fpipe uses: each message says what breaks without them."""
 
 import logging
 from typing import Any
@@ -45,13 +45,17 @@ from fpipe.torch_private.fx import count_traced_ops, hide_make_fx, refuse_compil
 
 
 def test_errors_of_autograd_are_known_by_their_sentences():
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError) as error_info:
         torch.ones(2, requires_grad=True).add_(1)
-    assert is_leaf_write_error(error.value), "a write to a leaf has another sentence: stages that write are not named"
+    assert is_leaf_write_error(error_info.value), (
+        "a write to a leaf has another sentence: stages that write are not named"
+    )
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with hooks, pytest.raises(RuntimeError) as error:
+    with hooks, pytest.raises(RuntimeError) as error_info:
         torch.func.grad(torch.sin)(torch.ones(()))
-    assert is_hooks_forbidden_error(error.value), "torch.func refuses hooks in another sentence: record= is not named"
+    assert is_hooks_forbidden_error(error_info.value), (
+        "torch.func refuses hooks in another sentence: record= is not named"
+    )
 
 
 def test_torch_lists_the_ops_it_knows():
@@ -71,8 +75,10 @@ def test_an_op_is_an_overload_with_a_kernel():
 
 def test_an_op_tells_what_it_takes_and_mutates():
     op = torch.ops.aten.add_.Tensor
-    first, *_ = schema_arguments(op)
-    assert [first.name, first.alias_info.is_write] == ["self", True], "ops in place are not seen: traces are wrong"
+    self_argument, *_ = schema_arguments(op)
+    assert [self_argument.name, self_argument.alias_info.is_write] == ["self", True], (
+        "ops in place are not seen: traces are wrong"
+    )
     assert returns_of(op)[0].alias_info is not None, "ops that make tensors are not told from those that hand them on"
     assert op_and_overload_names(op) == ("add_", "Tensor"), (
         "an op in place is not replaced by its twin: traces run once more"
@@ -114,13 +120,15 @@ def test_a_function_of_torch_compile_is_told():
 
 
 def test_tensors_are_multiplied_in_one_call():
-    made = scale_each([torch.ones(2), torch.ones(())], [2.0, 3.0])
-    assert [one.tolist() for one in made] == [[2, 2], 3], "losses cannot be weighed"
+    scaled = scale_each([torch.ones(2), torch.ones(())], [2.0, 3.0])
+    assert [tensor.tolist() for tensor in scaled] == [[2, 2], 3], "losses cannot be weighed"
 
 
 @pytest.mark.parametrize("name", ["add", "linear", "relu_", "linalg_inv", "special_erf", "fft_fft"])
 def test_functions_in_c_are_where_they_were(name: str):
-    assert any(hasattr(place, name) for place in NAMESPACES), "graphs run, but call each op by its slow overload"
+    assert any(hasattr(namespace, name) for namespace in NAMESPACES), (
+        "graphs run, but call each op by its slow overload"
+    )
 
 
 def test_a_dispatch_mode_is_left_out_for_a_while():
@@ -180,20 +188,23 @@ def test_a_function_is_made_functional():
 
 def test_a_function_is_traced_with_the_ops_that_run_without_a_trace():
     attention = nn.MultiheadAttention(4, 2, batch_first=True).eval().requires_grad_(False)
-    seen: list[int] = []
+    counts: list[int] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
         with hide_make_fx():
             y = attention(x, x, x)[0] if x.ndim == 3 else x + 1
-        seen.append(count_traced_ops())
+        counts.append(count_traced_ops())
         return y
 
     with fake_mode_class()(allow_non_fake_inputs=True):
         fakes = torch.ones(2, 3, 4), torch.ones(2)
     add, one_op = (trace_on_fakes(function, [fake]) for fake in reversed(fakes))
-    calls = [[node.target for node in made.graph.nodes if node.op == "call_function"] for made in (add, one_op)]
+    calls = [
+        [node.target for node in graph_module.graph.nodes if node.op == "call_function"]
+        for graph_module in (add, one_op)
+    ]
     assert calls[0] == [torch.ops.aten.add.Tensor], "make_fx traces something else: there are no graphs"
-    assert seen[0] == 1, "make_fx no longer tells what it has traced so far: a backward that draws is not refused"
+    assert counts[0] == 1, "make_fx no longer tells what it has traced so far: a backward that draws is not refused"
     assert torch.ops.aten._native_multi_head_attention.default in calls[1], "frozen attention has others of its bits"
 
 
@@ -228,6 +239,6 @@ def test_modes_and_hooks_around_a_call_are_seen():
         hook.remove()
     with torch.autocast("cpu"):
         assert internals.is_autocast_on(), "autocast is not seen: a step traced without it would be used"
-    found = []
-    torch.func.vmap(lambda x: found.append(internals.function_transform()) or x)(torch.ones(2))
-    assert found == ["vmap"], "torch.func around a step is not seen, and its gradients would be zeros"
+    transforms = []
+    torch.func.vmap(lambda x: transforms.append(internals.function_transform()) or x)(torch.ones(2))
+    assert transforms == ["vmap"], "torch.func around a step is not seen, and its gradients would be zeros"

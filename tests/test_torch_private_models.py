@@ -1,4 +1,4 @@
-"""What the doors rely on that torch does not promise: each test says in words what a new torch would have broken."""
+"""Private parts of torch that cut models: each message says what breaks without them."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from fpipe import torch_internals
 from fpipe.torch_private import fx as private
 from fpipe.torch_private.dispatch import without_checkpoints
 
-AUTO = ({0: torch.export.Dim.AUTO},)
+AUTO_ROWS = ({0: torch.export.Dim.AUTO},)
 
 
-class Odd(nn.Module):
-    """Runs in every context that a trace tells of, and branches on its rows."""
+class EveryContext(nn.Module):
+    """Run in each context that a trace records, and branch on the number of rows."""
 
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
@@ -26,19 +26,19 @@ class Odd(nn.Module):
 
 
 def exported() -> torch.export.ExportedProgram:
-    return torch.export.export(Odd(), (torch.ones(4, 4),), strict=False, dynamic_shapes=AUTO)
+    return torch.export.export(EveryContext(), (torch.ones(4, 4),), strict=False, dynamic_shapes=AUTO_ROWS)
 
 
 def row_size() -> Any:
-    """The open number of rows of an exported net."""
+    """Return the symbolic number of rows of an exported net."""
     (placeholder,) = exported().graph.find_nodes(op="placeholder")
     return placeholder.meta["val"].shape[0]
 
 
 def test_contexts_are_nodes_of_a_trace() -> None:
-    traced = {node.target for node in private.trace_above_autograd(Odd(), [torch.ones(4, 4)]).graph.nodes}
-    wanted = {private.SET_GRAD, private.ENTER_AUTOCAST, private.EXIT_AUTOCAST}
-    assert wanted <= traced, "no_grad and autocast are other nodes in a trace: cut stages would run without them"
+    targets = {node.target for node in private.trace_above_autograd(EveryContext(), [torch.ones(4, 4)]).graph.nodes}
+    expected = {private.SET_GRAD, private.ENTER_AUTOCAST, private.EXIT_AUTOCAST}
+    assert expected <= targets, "no_grad and autocast are other nodes in a trace: cut stages would run without them"
 
 
 def test_a_branch_on_a_number_that_is_computed_ends_a_trace() -> None:
@@ -47,7 +47,7 @@ def test_a_branch_on_a_number_that_is_computed_ends_a_trace() -> None:
         assert x.sum() > 0, "a trace goes on where Python branches on data: from_loss would cut one of the two"
 
 
-class Finds(nn.Module):
+class BranchOnFoundRows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         (rows,) = torch.where(x[:, 0] > 0)
         assert private.depends_on_data(rows.shape[0]), "a size that depends on data is not told from an open one"
@@ -56,9 +56,9 @@ class Finds(nn.Module):
 
 
 def test_an_export_says_that_it_ends_since_python_looks_at_data() -> None:
-    with pytest.raises(Exception, match="data-dependent") as told:
-        torch.export.export(Finds(), (torch.ones(4, 4),), strict=False, dynamic_shapes=AUTO)
-    assert private.is_data_dependence(told.value), "an export ends in another error where Python looks at data"
+    with pytest.raises(Exception, match="data-dependent") as error_info:
+        torch.export.export(BranchOnFoundRows(), (torch.ones(4, 4),), strict=False, dynamic_shapes=AUTO_ROWS)
+    assert private.is_data_dependence(error_info.value), "an export ends in another error where Python looks at data"
     assert not private.is_data_dependence(ValueError())
 
 
@@ -91,9 +91,11 @@ def test_a_tensor_in_a_plain_attribute_is_an_error_of_an_export() -> None:
             self.kept = x + 1
             return self.kept
 
-    with pytest.raises(Exception, match="assigned during export") as error, private.silence_export():
+    with pytest.raises(Exception, match="assigned during export") as error_info, private.silence_export():
         torch.export.export(Keeps(), (torch.ones(4),), strict=False)
-    assert isinstance(error.value, UserWarning), "torch warns in other words of a tensor that a net keeps: none is seen"
+    assert isinstance(error_info.value, UserWarning), (
+        "torch warns in other words of a tensor that a net keeps: none is seen"
+    )
 
 
 def test_an_open_size_has_an_expression_and_a_number() -> None:
@@ -108,17 +110,17 @@ def test_an_open_size_has_an_expression_and_a_number() -> None:
 
 def test_leaves_with_as_many_rows_have_symbols_of_their_own() -> None:
     mode = private.open_fake_mode()
-    one, other = (private.make_fake(mode, torch.ones(4, 4), rows_are_open=True) for _ in range(2))
-    symbols = {str(private.sympy_expression(leaf.shape[0])) for leaf in (one, other)}
+    first_leaf, second_leaf = (private.make_fake(mode, torch.ones(4, 4), rows_are_open=True) for _ in range(2))
+    symbols = {str(private.sympy_expression(open_leaf.shape[0])) for open_leaf in (first_leaf, second_leaf)}
     assert len(symbols) == 2, "two leaves share a symbol: a table with as many rows as the batch would be split"
-    assert one.shape[1] == 4, "sizes that are not rows are open too"
+    assert first_leaf.shape[1] == 4, "sizes that are not rows are open too"
     assert private.make_fake(mode, torch.ones(4), rows_are_open=False).shape[0] == 4, "fixed rows are open"
 
 
 def test_branches_on_sizes_are_guards() -> None:
     size = row_size()
-    found = {str(guard) for guard in private.guards_of(private.shape_env_of(size))}
-    assert found == {f"{private.sympy_expression(size)} > 2"}, (
+    guards = {str(guard) for guard in private.guards_of(private.shape_env_of(size))}
+    assert guards == {f"{private.sympy_expression(size)} > 2"}, (
         "a function's own conditions on rows are not found by place"
     )
 
@@ -128,17 +130,17 @@ def test_a_graph_is_pickled_with_its_fake_tensors() -> None:
     (placeholder,) = exported().graph.find_nodes(op="placeholder")
     x = graph.node_copy(placeholder)
     graph.output(graph.call_function(torch.ops.aten.sin.default, (x,)))
-    again = private.load_graph(private.dump_graph(fx.GraphModule(nn.Module(), graph)))
-    assert torch.equal(again(torch.ones(2, 4)), torch.ones(2, 4).sin()), "a pickled graph computes something else"
-    (copied,) = again.graph.find_nodes(op="placeholder")
+    loaded = private.load_graph(private.dump_graph(fx.GraphModule(nn.Module(), graph)))
+    assert torch.equal(loaded(torch.ones(2, 4)), torch.ones(2, 4).sin()), "a pickled graph computes something else"
+    (copied,) = loaded.graph.find_nodes(op="placeholder")
     assert torch_internals.is_fake(copied.meta["val"]), "a pickled graph has lost the fake tensors of its trace"
 
 
 def test_checkpoints_are_switched_off() -> None:
-    called: list[int] = []
+    calls: list[int] = []
 
     def run(x: Tensor) -> Tensor:
-        called.append(1)
+        calls.append(1)
         return x.sin()
 
     def refuse() -> Any:
@@ -150,4 +152,4 @@ def test_checkpoints_are_switched_off() -> None:
         with pytest.raises(ValueError, match="reentrant"):
             checkpoint(run, x, use_reentrant=True)
     y.sum().backward()
-    assert len(called) == 1, "checkpoint looks its functions up elsewhere: a trace would recompute, and lose gradients"
+    assert len(calls) == 1, "checkpoint looks its functions up elsewhere: a trace would recompute, and lose gradients"

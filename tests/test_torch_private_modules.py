@@ -1,4 +1,4 @@
-"""What torch does not promise of its modules: each test says what a new torch has broken."""
+"""Private parts of torch.nn that fpipe uses: each message says what breaks without them."""
 
 import subprocess
 import sys
@@ -20,30 +20,36 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norm_runs_without_its_statistics_and_shows_its_input(name: str):
-    norm, seen, x = NORMS[name](), list[Tensor](), torch.randn(4, 3, 5)
+    norm, inputs, x = NORMS[name](), list[Tensor](), torch.randn(4, 3, 5)
     assert torch_internals.is_norm(norm), f"{name} is no _NormBase any more: what it remembers would not be found"
     assert torch_internals.is_batch_norm(norm), "_BatchNorm is not the class of all batch norms"
     assert modules.has_torch_forward(norm), f"{name}.forward is not torch's: its trace would mutate"
-    before = {key: held.clone() for key, held in norm.named_buffers()}
-    with modules.without_statistics(norm, seen.append):
+    initial_buffers = {key: buffer.clone() for key, buffer in norm.named_buffers()}
+    with modules.without_statistics(norm, inputs.append):
         y = norm(x)
-    assert [one is x for one in seen] == [True], f"{name} shows its input no longer to _check_input_dim"
-    assert all(torch.equal(before[key], held) for key, held in norm.named_buffers()), f"{name} writes its statistics"
+    assert [tensor is x for tensor in inputs] == [True], f"{name} shows its input no longer to _check_input_dim"
+    assert all(torch.equal(initial_buffers[key], buffer) for key, buffer in norm.named_buffers()), (
+        f"{name} writes its statistics"
+    )
     assert torch.equal(y, norm(x)), f"the output of {name} in training reads its running statistics"
-    assert not torch.equal(before["running_mean"], norm.running_mean), f"{name} does not track again afterwards"
+    assert not torch.equal(initial_buffers["running_mean"], norm.running_mean), (
+        f"{name} does not track again afterwards"
+    )
 
 
 def test_each_write_moves_the_version_of_a_tensor():
     x = torch.ones(2)
-    before = torch_internals.version_of(x)
+    version = torch_internals.version_of(x)
     x.view(2).add_(1)
-    assert torch_internals.version_of(x) != before, "_version does not see writes: first values go unseen"
+    assert torch_internals.version_of(x) != version, "_version does not see writes: first values go unseen"
 
 
 def test_the_buffers_of_spectral_norms_are_known():
-    new = parametrizations.spectral_norm(nn.Linear(2, 2)).parametrizations.weight[0]
-    found = modules.spectral_buffers(new), modules.spectral_buffers(spectral_norm(nn.Linear(2, 2)))
-    assert found == (["_u", "_v"], ["weight_u", "weight_v"]), "torch's spectral norms have other buffers: say example="
+    parametrization = parametrizations.spectral_norm(nn.Linear(2, 2)).parametrizations.weight[0]
+    buffers = modules.spectral_buffers(parametrization), modules.spectral_buffers(spectral_norm(nn.Linear(2, 2)))
+    assert buffers == (["_u", "_v"], ["weight_u", "weight_v"]), (
+        "torch's spectral norms have other buffers: say example="
+    )
 
 
 def test_weights_that_a_module_keeps_beside_its_parameters_are_known():
@@ -67,9 +73,9 @@ def test_hooks_are_seen():
 def test_modules_that_draw_are_known():
     dropouts = nn.Dropout(), nn.AlphaDropout()
     assert all(map(torch_internals.is_dropout, dropouts)), "dropouts have no common class any more"
-    given = nn.FractionalMaxPool2d(2, output_size=2, _random_samples=torch.rand(1, 1, 2))
-    drawn = nn.FractionalMaxPool2d(2, output_size=2)
-    has_samples = [torch_internals.has_own_samples(pool) for pool in (given, drawn)]
+    pool_with_samples = nn.FractionalMaxPool2d(2, output_size=2, _random_samples=torch.rand(1, 1, 2))
+    pool_without_samples = nn.FractionalMaxPool2d(2, output_size=2)
+    has_samples = [torch_internals.has_own_samples(pool) for pool in (pool_with_samples, pool_without_samples)]
     assert has_samples == [True, False], "a fractional pool keeps its random numbers elsewhere"
 
 
@@ -83,32 +89,32 @@ def test_forward_mode_loads_without_a_warning():
 
 def test_what_a_module_holds_is_in_three_dicts_that_bind():
     norm = nn.Sequential(nn.BatchNorm1d(2))
-    own, whole = torch_internals.direct_members(norm[0]), torch_internals.direct_members(norm)
-    assert [*own.parameters] == ["weight", "bias"], "parameters are elsewhere: a frozen one would go unseen"
-    assert whole.children == {"0": norm[0]}, "children are elsewhere: one that was exchanged would go unseen"
-    own.buffers["running_mean"] = torch.ones(2)
+    norm_members, net_members = torch_internals.direct_members(norm[0]), torch_internals.direct_members(norm)
+    assert [*norm_members.parameters] == ["weight", "bias"], "parameters are elsewhere: a frozen one would go unseen"
+    assert net_members.children == {"0": norm[0]}, "children are elsewhere: one that was exchanged would go unseen"
+    norm_members.buffers["running_mean"] = torch.ones(2)
     assert torch.equal(norm[0].running_mean, torch.ones(2)), "buffers are elsewhere: the state of a norm would be lost"
 
 
 def test_tensors_bound_to_modules_are_told():
-    told = list[str]()
-    with torch_internals.watch_bindings(lambda module, name: told.append(name)):
+    names = list[str]()
+    with torch_internals.watch_bindings(lambda module, name: names.append(name)):
         norm = nn.BatchNorm1d(2)
         norm.running_mean = torch.ones(2)
     norm.running_mean = torch.zeros(2)
-    assert [*dict.fromkeys(told)] == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    assert [*dict.fromkeys(names)] == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 
 
 def test_assignments_to_modules_are_told():
-    told: list[str] = []
+    names: list[str] = []
     module = nn.Linear(2, 2)
 
-    def tell(module: nn.Module, name: str, value: object, assign: Callable[..., None]) -> None:
-        told.append(name)
+    def record(module: nn.Module, name: str, value: object, assign: Callable[..., None]) -> None:
+        names.append(name)
         assign(module, name, value)
 
-    with modules.intercept_assignments(tell):
+    with modules.intercept_assignments(record):
         module.seen = torch.ones(2)
     module.later = torch.ones(2)
-    assert told == ["seen"], "Module.__setattr__ is not asked: an export would not see what a forward keeps"
+    assert names == ["seen"], "Module.__setattr__ is not asked: an export would not see what a forward keeps"
     assert torch.equal(module.seen, module.later)

@@ -1,4 +1,4 @@
-"""What torch does not promise of process groups and fpipe uses: each test says what a new torch has broken."""
+"""Private parts of torch.distributed that fpipe uses: each message says what breaks without them."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path):
-    """A process group of one."""
+def group_of_one(tmp_path: Path):
+    """Join a process group of one rank."""
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=timedelta(seconds=7)
     )
@@ -63,8 +63,8 @@ def test_a_store_has_more_clients():
 
 def test_a_store_of_tcp_is_told_from_others():
     tcp = dist.PrefixStore("more", dist.TCPStore("localhost", 0, is_master=True))
-    told = is_served_by_process(tcp), is_served_by_process(default_store())
-    assert told == (True, False), "nobody is named any longer when the process that keeps the store is lost"
+    served = is_served_by_process(tcp), is_served_by_process(default_store())
+    assert served == (True, False), "nobody is named any longer when the process that keeps the store is lost"
 
 
 def test_a_group_tells_its_backend_for_a_device():
@@ -84,13 +84,13 @@ def test_a_group_tells_its_timeout():
 
 def test_rows_are_cut_behind_another_cut_of_rows():
     placement = strided_shard(2)
-    told = placement.dim, placement.split_factor, placement.is_replicate(), placement.is_partial()
-    assert told == (0, 2, False, False), "shards of what a stage's processes share are put together in another order"
+    facts = placement.dim, placement.split_factor, placement.is_replicate(), placement.is_partial()
+    assert facts == (0, 2, False, False), "shards of what a stage's processes share are put together in another order"
 
 
 def test_gloo_makes_connections_beside_those_of_a_group():
-    more = create_gloo(backend_on(world_group(), CPU), default_store(), 0, 1, timedelta(seconds=7))
-    assert more.size() == 1, "gloo's connections can no longer be made by hand: what goes down shares those up"
+    gloo_backend = create_gloo(backend_on(world_group(), CPU), default_store(), 0, 1, timedelta(seconds=7))
+    assert gloo_backend.size() == 1, "gloo's connections can no longer be made by hand: what goes down shares those up"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")

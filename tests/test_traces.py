@@ -1,4 +1,4 @@
-"""The traced step: what is traced when, who shares it, what it computes and holds, and what it does without a trace."""
+"""Traced steps: when a trace is made, which stages share it, what it computes and holds, and steps without a trace."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ TRACES = trace_cache
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A line for each trace that is made."""
-    made: list[str] = []
+    """Record the name of each trace that is made."""
+    names: list[str] = []
     for name in ("trace", "outline"):
-        plain = getattr(TRACES, name)
-        monkeypatch.setattr(TRACES, name, lambda *args, n=name, f=plain: made.append(n) or f(*args))
-    return made
+        function = getattr(TRACES, name)
+        monkeypatch.setattr(
+            TRACES, name, lambda *args, name_of=name, wrapped=function: names.append(name_of) or wrapped(*args)
+        )
+    return names
 
 
 def attention(width: int = 64, heads: int = 4) -> nn.Module:
@@ -52,9 +54,9 @@ def program(model: fpipe.Model, *steps, m: int = 4, ranks: int | None = None) ->
     return merged(model, m, *steps, schedule)
 
 
-def same(one: fpipe.Result, other: fpipe.Result) -> bool:
-    """Whether results have the same bits; a stage without a trace has zeros for a parameter that it does not read."""
-    pairs = zip(leaves((one.loss, one.grads)), leaves((other.loss, other.grads)), strict=True)
+def equal_bits(result: fpipe.Result, expected: fpipe.Result) -> bool:
+    """Compare bits of results; a stage without a trace has zeros for parameters that it does not read."""
+    pairs = zip(leaves((result.loss, result.grads)), leaves((expected.loss, expected.grads)), strict=True)
     return all(a is b or torch.equal(a, torch.zeros_like(a) if b is None else b) for a, b in pairs)
 
 
@@ -68,9 +70,9 @@ def test_equal_stages_share_one_trace(traced: list[str]):
 
 
 def test_equal_blocks_share_one_trace_inside_of_stages_too(traced: list[str]):
-    """Stages of as many blocks are unlike where an embedding or a head is beside them: each was traced as a whole."""
+    """Stages with an embedding or a head next to equal blocks used to be traced as a whole."""
     layers = {"embed": nn.Linear(32, 64), "blocks": nn.Sequential(*(attention() for _ in range(4)))}
-    net = Toy(lambda own, x: own.head(own.blocks(own.embed(x))), **layers, head=nn.Linear(64, 32))
+    net = Toy(lambda module, x: module.head(module.blocks(module.embed(x))), **layers, head=nn.Linear(64, 32))
     batch = torch.randn(4, 8, 32), torch.randn(4, 8, 32)
     model, params, _ = fpipe.from_module(net, 2, loss=squares, example=batch)
     fpipe.build(program(model, m=2), model)(params, batch)
@@ -84,12 +86,12 @@ def test_an_example_without_data_is_traced_for_at_once(traced: list[str]):
     step = fpipe.build(program(model), model, example=meta)
     assert "trace" in traced
     traced.clear()
-    assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=4))
+    assert equal_bits(step(params, batch), fpipe.reference(model, params, batch, microbatches=4))
     assert traced == []
 
 
-class Asking(torch.autograd.Function):
-    """A product whose weight gradient is another one where no gradient of the input is wanted."""
+class NeedsInputGrad(torch.autograd.Function):
+    """Multiply, with another weight gradient where the input needs none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -102,24 +104,24 @@ class Asking(torch.autograd.Function):
         return (dy @ w.t(), x.t() @ dy) if ctx.needs_input_grad[0] else (None, x.t() @ dy * 3)
 
 
-def asking(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return torch.tanh(Asking.apply(x, p["w"]))
+def needs_input_grad(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(NeedsInputGrad.apply(x, p["w"]))
 
 
 def checkpointed(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return checkpoint(lambda x: torch.tanh(x @ p["w"]), x, use_reentrant=False)
 
 
-@pytest.mark.parametrize(("stage", "traces"), [(asking, 2), (checkpointed, 1)])
+@pytest.mark.parametrize(("stage", "traces"), [(needs_input_grad, 2), (checkpointed, 1)])
 @pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),)])
 def test_a_gradient_that_may_ask_what_is_wanted_is_traced_as_it_is_wanted(stage, traces, steps, traced: list[str]):
-    """The stage that takes the batch had the trace of those behind it, whose inputs want a gradient."""
+    """The stage that takes the batch used to run the trace of later stages, whose inputs need a gradient."""
     params, batch = tuple({"w": torch.randn(8, 8)} for _ in range(3)), (torch.randn(8, 8), torch.randn(8, 8))
     model = fpipe.from_functions([lambda p, x: stage(p, x)] * 3, loss=lambda y, target: squares(y, target))
     step = fpipe.build(program(model, *steps), model)
     result = step(params, batch)
     assert traced.count("trace") == traces + 1  # the loss
-    assert same(result, fpipe.reference(model, params, batch, microbatches=4))
+    assert equal_bits(result, fpipe.reference(model, params, batch, microbatches=4))
 
 
 # What a module is when the step runs, not when it was traced.
@@ -127,7 +129,7 @@ def test_a_gradient_that_may_ask_what_is_wanted_is_traced_as_it_is_wanted(stage,
 
 def masked() -> nn.Module:
     layers = {"linear": nn.Linear(8, 8), "frozen": nn.Linear(8, 8).requires_grad_(False)}
-    return Toy(lambda own, x: own.frozen(own.linear(x)) * own.mask, **layers, mask=torch.ones(8))
+    return Toy(lambda module, x: module.frozen(module.linear(x)) * module.mask, **layers, mask=torch.ones(8))
 
 
 def test_buffers_and_frozen_parameters_are_read_at_each_step(traced: list[str]):
@@ -140,7 +142,7 @@ def test_buffers_and_frozen_parameters_are_read_at_each_step(traced: list[str]):
     net[1].mask.mul_(3)
     net[1].frozen.weight.data.normal_()
     traced.clear()
-    assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=4))
+    assert equal_bits(step(params, batch), fpipe.reference(model, params, batch, microbatches=4))
     assert traced == []
 
 
@@ -160,10 +162,10 @@ def test_a_step_multiplies_as_often_as_autograd_and_a_recompute_once_more():
     batch = torch.randn(6, 8, 16), torch.randn(6, 8, 16)
 
     def eager() -> None:
-        for x, target in zip(*(part.tensor_split(3) for part in batch), strict=True):
+        for x, target in zip(*(leaf.tensor_split(3) for leaf in batch), strict=True):
             squares(net(x), target).backward()
 
-    found = {
+    flops_by_kinds = {
         name: flops(lambda steps=steps: fpipe.build(program(model, *steps, m=3), model, audit="never")(params, batch))
         for name, steps in {
             "B": (),
@@ -174,33 +176,38 @@ def test_a_step_multiplies_as_often_as_autograd_and_a_recompute_once_more():
     }
     with torch.no_grad():
         forward = flops(lambda: net(batch[0]))
-    whole = flops(eager)
-    assert found["B"] == found["I W"] == whole
+    eager_flops = flops(eager)
+    assert flops_by_kinds["B"] == flops_by_kinds["I W"] == eager_flops
     # A recompute leaves out what no backward reads: the last product of each stage but the one that the loss follows.
-    last = 2 * 2 * batch[0].numel() * 4 * 16
-    assert found["R B"] == found["R I W"] == whole + forward - last
+    last_product = 2 * 2 * batch[0].numel() * 4 * 16
+    assert flops_by_kinds["R B"] == flops_by_kinds["R I W"] == eager_flops + forward - last_product
 
 
 # What it holds.
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes alive at once, of those that ops make while it is on."""
+    """Measure the peak of bytes that ops allocate while this mode is on."""
 
-    def __init__(self, given: object) -> None:
+    def __init__(self, inputs: object) -> None:
         super().__init__()
-        self.given = {StorageWeakRef(leaf.untyped_storage()) for leaf in leaves(given)}
-        self.alive: dict[StorageWeakRef, int] = {}
-        self.most = 0
+        self.input_storages = {StorageWeakRef(leaf.untyped_storage()) for leaf in leaves(inputs)}
+        self.bytes_by_storage: dict[StorageWeakRef, int] = {}
+        self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for leaf in leaves(made):
+        outputs = func(*args, **(kwargs or {}))
+        for leaf in leaves(outputs):
             if isinstance(leaf, Tensor):
-                self.alive[StorageWeakRef(leaf.untyped_storage())] = leaf.untyped_storage().nbytes()
-        self.alive = {storage: size for storage, size in self.alive.items() if not storage.expired()}
-        self.most = max(self.most, sum(size for storage, size in self.alive.items() if storage not in self.given))
-        return made
+                self.bytes_by_storage[StorageWeakRef(leaf.untyped_storage())] = leaf.untyped_storage().nbytes()
+        self.bytes_by_storage = {
+            storage: size for storage, size in self.bytes_by_storage.items() if not storage.expired()
+        }
+        self.peak = max(
+            self.peak,
+            sum(size for storage, size in self.bytes_by_storage.items() if storage not in self.input_storages),
+        )
+        return outputs
 
 
 PERCEPTRON = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
@@ -208,14 +215,14 @@ PERCEPTRON = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ i
 
 def test_residuals_that_are_read_again_stay():
     params, x = {"w": torch.randn(4, 4)}, torch.randn(2, 4)
-    one = fpipe.linearize(lambda p, x: torch.tanh(x @ p["w"]), params, x)
-    y, res = one.forward(params, x)
-    before = [*res]
-    first, again = (one.backward(params, res, y) for _ in range(2))
-    assert all(one is other for one, other in zip(res, before, strict=True))
-    assert all(map(torch.equal, leaves(first), leaves(again)))
+    linearized = fpipe.linearize(lambda p, x: torch.tanh(x @ p["w"]), params, x)
+    y, res = linearized.forward(params, x)
+    residuals = [*res]
+    grads, second_grads = (linearized.backward(params, res, y) for _ in range(2))
+    assert all(linearized is residual for linearized, residual in zip(res, residuals, strict=True))
+    assert all(map(torch.equal, leaves(grads), leaves(second_grads)))
     with pytest.raises(TypeError, match="last=True empties res: hand in the list itself, found tuple"):
-        one.backward(params, tuple(res), y, last=True)
+        linearized.backward(params, tuple(res), y, last=True)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +235,10 @@ def test_no_more_is_alive_inside_a_step_than_inside_autograds(net: nn.Module, x:
     target = torch.randn_like(x)
     for leaf in net.parameters():
         leaf.grad = torch.zeros_like(leaf)
-    given = [x, target, *net.parameters(), *(leaf.grad for leaf in net.parameters())]
-    with Peak(given) as eager:
-        for part, wanted in zip(x.tensor_split(3), target.tensor_split(3), strict=True):
-            F.mse_loss(net(part), wanted).backward()
+    inputs = [x, target, *net.parameters(), *(leaf.grad for leaf in net.parameters())]
+    with Peak(inputs) as eager:
+        for x_part, target_part in zip(x.tensor_split(3), target.tensor_split(3), strict=True):
+            F.mse_loss(net(x_part), target_part).backward()
     model, params, _ = fpipe.from_sequential(nn.Sequential(net), stages=1, loss=F.mse_loss)
     pipeline = fpipe.chain(fpipe.split(3), *steps, fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
     step = fpipe.build(pipeline(fpipe.program(model)), model, audit="never")
@@ -239,13 +246,13 @@ def test_no_more_is_alive_inside_a_step_than_inside_autograds(net: nn.Module, x:
     with Peak([x, target, params]) as ours:
         step(params, (x, target))
     gradients = sum(leaf.numel() * leaf.element_size() for leaf in net.parameters())
-    assert ours.most - gradients <= eager.most
+    assert ours.peak - gradients <= eager.peak
 
 
 # What cannot be traced.
 
 
-def looks(p: dict[str, Tensor], x: Tensor) -> Tensor:
+def branch_on_data(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return x @ p["w"] + p["b"] @ p["e"] if x.sum() > 0 else (x * 2) @ p["w"] + p["b"]
 
 
@@ -253,7 +260,7 @@ def smooth(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.tanh(x @ p["w"])
 
 
-def total(y: Tensor, target: Tensor) -> Tensor:
+def sum_of_squares(y: Tensor, target: Tensor) -> Tensor:
     return y.square().sum() + target.sum()
 
 
@@ -261,25 +268,29 @@ STEPS = {"B": (), "I W": (fpipe.split_backward(),), "R": (fpipe.checkpoint(),)}
 
 
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("odd", [(1,), (0, 2), (0, 1, 2)], ids=str)
-def test_a_stage_that_looks_at_data_runs_among_traced_ones(odd: tuple[int, ...], steps, traced: list[str]):
-    """W took the first bundle of what I left for all of it: right by chance where there was one parameter."""
+@pytest.mark.parametrize("untraced", [(1,), (0, 2), (0, 1, 2)], ids=str)
+def test_a_stage_that_looks_at_data_runs_among_traced_ones(untraced: tuple[int, ...], steps, traced: list[str]):
+    """W used to take the first bundle that I left for all of it, which is right for one parameter only."""
 
-    def own(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    def traced_stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.tanh(x @ p["w"] @ p["e"])
 
     ties = [((0, "e"), (1, "e"), (2, "e"))]
-    model = fpipe.from_functions([looks if n in odd else own for n in range(3)], loss=squares, ties=ties)
+    model = fpipe.from_functions(
+        [branch_on_data if n in untraced else traced_stage for n in range(3)], loss=squares, ties=ties
+    )
     params = tuple({"w": torch.randn(4, 4), "b": torch.randn(4), "unused": torch.randn(2)} for _ in range(3))
     params[0]["e"] = torch.randn(4, 4)
     batch = torch.randn(7, 4), torch.randn(7, 4)
     step = fpipe.build(program(model, *steps, m=3), model)
-    with pytest.warns(UserWarning, match="a stage runs under autograd, without a trace") as warned:
+    with pytest.warns(UserWarning, match="a stage runs under autograd, without a trace") as warnings:
         results = [step(params, batch) for _ in range(3)]
     expected = fpipe.reference(model, params, batch, microbatches=3)
-    assert all(same(result, expected) for result in results)
-    assert [str(warning.message).split(": ")[1] for warning in warned] == [f"stage {n} (looks)" for n in odd]
-    assert ("trace" in traced) == (len(odd) < 3)
+    assert all(equal_bits(result, expected) for result in results)
+    assert [str(warning.message).split(": ")[1] for warning in warnings] == [
+        f"stage {n} (branch_on_data)" for n in untraced
+    ]
+    assert ("trace" in traced) == (len(untraced) < 3)
 
 
 def sparse(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -296,61 +307,63 @@ def jagged(p: dict[str, Tensor], x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize(
-    ("odd", "dense"),
+    ("sparse_stage", "dense"),
     [
         (sparse, Tensor.to_dense),
         (jagged, lambda x: x.values()),
     ],
     ids=["sparse", "jagged"],
 )
-def test_tensors_of_another_layout_flow_between_stages_under_autograd(odd: Any, dense: Any, steps):
-    """They have no strides and no alias, which ended the step and the reference in an error of torch's own."""
-    model = fpipe.from_functions([odd, lambda p, x: smooth(p, dense(x))], loss=total)
+def test_tensors_of_another_layout_flow_between_stages_under_autograd(sparse_stage: Any, dense: Any, steps):
+    """They have no strides and no alias, which ended the step and the reference in an error of torch."""
+    model = fpipe.from_functions([sparse_stage, lambda p, x: smooth(p, dense(x))], loss=sum_of_squares)
     params = tuple({"w": torch.randn(4, 4)} for _ in range(2))
     batch = torch.randn(6, 4), torch.randn(6, 4)
     step = fpipe.build(fpipe.chain(fpipe.split(2), *steps, fpipe.merge(outputs=False))(fpipe.program(model)), model)
     with pytest.warns(UserWarning, match="this step runs every stage under autograd, without a trace"):
         results = [step(params, batch), step(params, batch)]
     expected = fpipe.reference(model, params, batch, microbatches=2)
-    assert all(same(result, expected) for result in results)
+    assert all(equal_bits(result, expected) for result in results)
 
 
-def in_parts(x: Tensor) -> Any:
+def to_jagged(x: Tensor) -> Any:
     return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
 
 
 LAYOUTS: dict[str, tuple[Any, Any, str]] = {
     "sparse": (Tensor.to_sparse, torch.sparse.mm, "tensor of layout torch.sparse_coo"),
-    "jagged": (in_parts, lambda x, w: (x @ w).values(), "nested tensor"),
+    "jagged": (to_jagged, lambda x, w: (x @ w).values(), "nested tensor"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_batch_of_another_layout_is_cut_already_or_goes_whole(name: str):
-    """It ended in "narrow(): not supported for NestedTensor", or "doesn't support strides. Please file an issue"."""
-    make, product, kind = LAYOUTS[name]
+    """Such a batch used to end in an error of torch, about narrow() or strides."""
+    to_layout, product, kind = LAYOUTS[name]
     model = fpipe.from_functions([lambda p, x: product(x, p["w"])], lambda y, t: (y * t.sum()).sum(), reduction="sum")
     params, xs = ({"w": torch.randn(4, 4)},), torch.randn(2, 3, 4)
-    ts = torch.randn(2, make(xs[0]).size(0))
-    whole = fpipe.split(2, (fpipe.Replicate(), fpipe.Chunk()))
+    targets = torch.randn(2, to_layout(xs[0]).size(0))
+    replicated = fpipe.split(2, (fpipe.Replicate(), fpipe.Chunk()))
     cases = {
-        "cut already": (fpipe.split(2, presplit=True), [(make(x), t) for x, t in zip(xs, ts, strict=True)]),
-        "whole": (whole, (make(xs[0]), ts.flatten())),
+        "cut already": (fpipe.split(2, presplit=True), [(to_layout(x), t) for x, t in zip(xs, targets, strict=True)]),
+        "whole": (replicated, (to_layout(xs[0]), targets.flatten())),
     }
     for split, batch in cases.values():
         step = fpipe.build(fpipe.chain(split, fpipe.merge(outputs=False))(fpipe.program(model)), model)
         with pytest.warns(UserWarning, match=f"it is handed a {kind}"):
-            found = step(params, batch)
+            result = step(params, batch)
         w = params[0]["w"].clone().requires_grad_()
-        pairs = batch if isinstance(batch, list) else [(batch[0], t) for t in ts]
+        pairs = batch if isinstance(batch, list) else [(batch[0], t) for t in targets]
         for x, t in pairs:
             (product(x, w) * t.sum()).sum().backward()
-        assert torch.equal(found.grads[0]["w"], w.grad)
+        assert torch.equal(result.grads[0]["w"], w.grad)
     step = fpipe.build(merged(model, 2), model, trace=False)
-    words = f"inputs is a {kind}, of which torch has no part as a view: hand in a list of microbatches, to split(m, pre"
-    with pytest.raises(ValueError, match=re.escape(words)):
-        step(params, (make(xs[0]), ts[0]))
+    message = (
+        f"inputs is a {kind}, of which torch has no part as a view: hand in a list of microbatches, to split(m, pre"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        step(params, (to_layout(xs[0]), targets[0]))
 
 
 def assigned(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -367,17 +380,17 @@ def filled(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("stage", [assigned, filled])
 def test_a_tensor_whose_data_is_assigned_is_what_it_was_assigned(stage: Any):
-    """A trace went on with what the tensor had been: other outputs and gradients, in silence."""
+    """A trace silently went on with the tensor's former data, with wrong outputs and gradients."""
     model = fpipe.from_functions([stage], loss=squares)
     params, (x, t) = ({"w": torch.randn(4, 4)},), torch.randn(2, 6, 4)
     step = fpipe.build(merged(model, 3), model)
     with pytest.warns(UserWarning, match=r"it assigns the \.data of a tensor, which no trace sees"):
         step(params, (x, t))
-    assert same(step(params, (x, t)), fpipe.reference(model, params, (x, t), microbatches=3))
+    assert equal_bits(step(params, (x, t)), fpipe.reference(model, params, (x, t), microbatches=3))
 
 
 def test_what_torch_func_saves_cannot_be_counted():
-    """torch's own words asked to open an issue."""
+    """The error used to be torch's, which asks to open an issue."""
 
     def slope(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.func.grad(lambda a: (a @ p["w"]).sin().sum())(x)
@@ -389,41 +402,41 @@ def test_what_torch_func_saves_cannot_be_counted():
 
 
 def test_an_error_of_the_numbers_is_raised_as_it_is():
-    """After any RuntimeError the whole step ran a second time, untraced: out of memory, that took even more of it."""
-    ran: list[int] = []
+    """After any RuntimeError the step used to run again without a trace, even if it was out of memory."""
+    calls: list[int] = []
 
-    def picks(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        ran.append(1)
+    def gather(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        calls.append(1)
         return p["w"].gather(1, x.long())
 
-    model = fpipe.from_functions([picks], loss=squares)
+    model = fpipe.from_functions([gather], loss=squares)
     step = fpipe.build(program(model, m=1, ranks=1), model, audit="never")
-    params, good = ({"w": torch.randn(4, 4)},), torch.ones(4, 4)
-    right, before = step(params, (good, good)), len(ran)
+    params, index = ({"w": torch.randn(4, 4)},), torch.ones(4, 4)
+    expected, call_count = step(params, (index, index)), len(calls)
     with pytest.raises(RuntimeError, match="index 9 is out of bounds"):
-        step(params, (9 * good, good))
-    assert same(step(params, (good, good)), right)
-    assert len(ran) == before
+        step(params, (9 * index, index))
+    assert equal_bits(step(params, (index, index)), expected)
+    assert len(calls) == call_count
 
 
 def test_without_traces_the_python_of_a_stage_runs_every_time():
-    count: list[int] = []
+    calls: list[int] = []
 
     def counting(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        count.append(1)
+        calls.append(1)
         return smooth(p, x)
 
     model = fpipe.from_functions([counting], loss=squares)
     params, batch = ({"w": torch.eye(4)},), (torch.randn(6, 4), torch.randn(6, 4))
-    plain = fpipe.build(program(model, m=3), model, trace=False)
-    plain(params, batch)
-    plain(params, batch)
-    assert len(count) == 6
+    untraced_step = fpipe.build(program(model, m=3), model, trace=False)
+    untraced_step(params, batch)
+    untraced_step(params, batch)
+    assert len(calls) == 6
     step = fpipe.build(program(model, m=3), model, audit="never")
     step(params, batch)
-    count.clear()
-    assert same(step(params, batch), plain(params, batch))
-    assert len(count) == 3  # the plain one's
+    calls.clear()
+    assert equal_bits(step(params, batch), untraced_step(params, batch))
+    assert len(calls) == 3  # the plain one's
 
 
 # Found by a review, each once wrong without a word.
@@ -440,35 +453,35 @@ def test_a_gradient_that_is_a_constant_is_not_added_to():
     assert five.tolist() == [5.0] * 4
 
 
-def reaching(other: nn.Linear) -> nn.Module:
-    """Reads another module that is not its child."""
-    return Toy(lambda own, x: x @ own.other[0].weight.detach().t(), other=[other])
+def linear_of_another(linear: nn.Linear) -> nn.Module:
+    """Read the weight of a module that is not a child."""
+    return Toy(lambda module, x: x @ module.other[0].weight.detach().t(), other=[linear])
 
 
 def test_a_module_that_reaches_another_shares_no_trace():
-    one, two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-    net = nn.Sequential(one, reaching(one), two, reaching(one))
+    first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    net = nn.Sequential(first, linear_of_another(first), second, linear_of_another(first))
     model, params, _ = fpipe.from_sequential(net, sizes=[2, 2], loss=squares)
     batch = torch.randn(8, 8), torch.randn(8, 8)
-    found = fpipe.build(program(model), model)(params, batch)
-    assert same(found, fpipe.build(program(model), model, trace=False)(params, batch))
+    result = fpipe.build(program(model), model)(params, batch)
+    assert equal_bits(result, fpipe.build(program(model), model, trace=False)(params, batch))
 
 
 def test_an_operand_that_repeats_one_number_is_not_probed():
     model = fpipe.from_functions([lambda p, x: x[:, :1].expand_as(x) @ p["w"].t()], loss=squares)
     params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(4, 4), torch.randn(4, 4))
-    found = fpipe.build(program(model, m=2), model)(params, batch)
-    assert same(found, fpipe.reference(model, params, batch, microbatches=2))
+    result = fpipe.build(program(model, m=2), model)(params, batch)
+    assert equal_bits(result, fpipe.reference(model, params, batch, microbatches=2))
 
 
 def test_attention_that_wants_no_gradient_is_one_op_in_a_step():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
     model, params, _ = fpipe.from_sequential(nn.Sequential(layer, nn.Linear(8, 8)), stages=2, loss=squares)
     step, batch = fpipe.build(program(model, m=2), model, audit="never"), (torch.randn(4, 3, 8), torch.randn(4, 3, 8))
-    assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=2))
+    assert equal_bits(step(params, batch), fpipe.reference(model, params, batch, microbatches=2))
     with Ops() as ops:
         step(params, batch)
-    assert ops.ran["aten._transformer_encoder_layer_fwd.default"] == 2
+    assert ops.count_by_op["aten._transformer_encoder_layer_fwd.default"] == 2
 
 
 def test_a_leaf_that_cannot_be_compared_is_said_to_be_the_reason():
@@ -476,23 +489,23 @@ def test_a_leaf_that_cannot_be_compared_is_said_to_be_the_reason():
     params, x, target = ({"w": torch.randn(4, 4)},), torch.randn(4, 4), torch.randn(4, 4)
     step = fpipe.build(fpipe.program(model), model)
     with pytest.warns(UserWarning, match="a leaf cannot be compared .*unhashable type: 'set'"):
-        found = step(params, ({"x": x, "names": {1, 2}}, target))
-    assert same(found, fpipe.reference(model, params, ({"x": x, "names": {1, 2}}, target)))
+        result = step(params, ({"x": x, "names": {1, 2}}, target))
+    assert equal_bits(result, fpipe.reference(model, params, ({"x": x, "names": {1, 2}}, target)))
 
 
 def test_one_and_true_are_not_one_input():
-    def kind(p: dict[str, Tensor], x: Tensor, *, microbatch: int) -> object:
+    def add_kind(p: dict[str, Tensor], x: Tensor, *, microbatch: int) -> object:
         return x @ p["w"], (1, True)[microbatch]
 
-    def reads(p: dict[str, Tensor], x: tuple[Tensor, object]) -> Tensor:
+    def read_kind(p: dict[str, Tensor], x: tuple[Tensor, object]) -> Tensor:
         return x[0] * p["w"] if x[1] is True else x[0].tanh() * p["w"]
 
-    stages = fpipe.Stage(kind, asks=frozenset({"microbatch"})), fpipe.Stage(reads)
+    stages = fpipe.Stage(add_kind, asks=frozenset({"microbatch"})), fpipe.Stage(read_kind)
     model = fpipe.Model(stages, squares, ("batch", 0))
     params, batch = ({"w": torch.randn(4, 4)}, {"w": torch.randn(4)}), (torch.randn(4, 4), torch.randn(4, 4))
     pipeline = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))
-    found = fpipe.build(pipeline(fpipe.program(model)), model)(params, batch)
-    assert same(found, fpipe.reference(model, params, batch, microbatches=2))
+    result = fpipe.build(pipeline(fpipe.program(model)), model)(params, batch)
+    assert equal_bits(result, fpipe.reference(model, params, batch, microbatches=2))
 
 
 @pytest.mark.parametrize("trace", [True, False])
@@ -503,11 +516,11 @@ def test_a_parameter_as_an_output_is_averaged_as_any_other_number(trace: bool):
 
     model = fpipe.from_functions([stage], loss=lambda y, target: squares(y[0], target) + y[1])
     params, batch = ({"w": torch.tensor(0.1)},), (torch.randn(7, 4), torch.randn(7, 4))
-    found = fpipe.build(program(model, m=3), model, trace=trace)(params, batch)
+    result = fpipe.build(program(model, m=3), model, trace=trace)(params, batch)
     expected = fpipe.reference(model, params, batch, microbatches=3)
-    assert same(found, expected)
-    assert torch.equal(found.outputs[1], expected.outputs[1])
-    found.outputs[1].zero_()
+    assert equal_bits(result, expected)
+    assert torch.equal(result.outputs[1], expected.outputs[1])
+    result.outputs[1].zero_()
     assert params[0]["w"] == 0.1
 
 
@@ -519,18 +532,18 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("where", [0, 1])
-def test_what_autograd_knows_of_a_tensor_is_answered_as_without_a_trace(where: int, look: str):
-    """Of a batch's input the trace of later stages was taken, where the same ops ran, with other numbers."""
+@pytest.mark.parametrize("position", [0, 1])
+def test_what_autograd_knows_of_a_tensor_is_answered_as_without_a_trace(position: int, look: str):
+    """An input of the batch used to run the trace of later stages, if equal ops ran with other numbers."""
 
-    def asking(p: Any, x: Tensor) -> Tensor:
+    def needs_input_grad(p: Any, x: Tensor) -> Tensor:
         return x * p["w"] * (2 if LOOKS[look](x) else 3)
 
-    functions = [asking, lambda p, x: x * p["w"]]
-    model = fpipe.from_functions(functions[:: -1 if where else 1], nn.functional.mse_loss)
+    functions = [needs_input_grad, lambda p, x: x * p["w"]]
+    model = fpipe.from_functions(functions[:: -1 if position else 1], nn.functional.mse_loss)
     params, batch = tuple({"w": torch.ones(4)} for _ in functions), (torch.randn(6, 4), torch.zeros(6, 4))
-    found = fpipe.build(merged(model, 2), model)(params, batch)
-    assert torch.equal(found.outputs, fpipe.reference(model, params, batch, microbatches=2).outputs)
+    result = fpipe.build(merged(model, 2), model)(params, batch)
+    assert torch.equal(result.outputs, fpipe.reference(model, params, batch, microbatches=2).outputs)
 
 
 class Tripled(Tensor):
@@ -538,8 +551,8 @@ class Tripled(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = super().__torch_function__(func, types, args, kwargs or {})
-        return made * 3 if func is Tensor.matmul else made
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 3 if func is Tensor.matmul else result
 
 
 def test_a_tensor_with_functions_of_its_own_keeps_them():
@@ -551,14 +564,14 @@ def test_a_tensor_with_functions_of_its_own_keeps_them():
 
 
 def test_a_dispatch_mode_around_threads_is_refused():
-    """It saw the ops of rank 0 alone."""
+    """Such a mode used to see the ops of rank 0 alone."""
     model = fpipe.from_functions([lambda p, x: x @ p["w"]], lambda y, t: y.sum())
     step = fpipe.build(fpipe.program(model), model, runtime="threads")
-    given = ({"w": torch.ones(4, 4)},), (torch.ones(2, 4), torch.zeros(2, 4))
-    step(*given)
+    inputs = ({"w": torch.ones(4, 4)},), (torch.ones(2, 4), torch.zeros(2, 4))
+    step(*inputs)
     with (
         FlopCounterMode(display=False),
         pytest.raises(RuntimeError, match=r"DispatchMode is on \(_Flop"),
     ):
-        step(*given)
-    step(*given)
+        step(*inputs)
+    step(*inputs)

@@ -1,4 +1,4 @@
-"""The examples of several processes: losses of one process, and a training that goes on elsewhere bit by bit."""
+"""The examples of several processes train as one process does, and resume bit by bit on other ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_the_page_shows_the_smallest_example_and_what_it_prints():
     script = EXAMPLES / "two_ranks.py"
     assert f"```py\n{script.read_text()}```" in page
     with Processes(2) as pair:
-        ran = pair.each(as_script, script, free_port())
-    assert "".join(ran) in page
+        outputs = pair.run(run_script, script, free_port())
+    assert "".join(outputs) in page
 
 
-def as_script(rank: int, script: Path, port: int) -> str:
-    """What a script prints in a process that torchrun might have started."""
+def run_script(rank: int, script: Path, port: int) -> str:
+    """Return what a script prints in a process that torchrun might have started."""
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -38,53 +38,58 @@ def as_script(rank: int, script: Path, port: int) -> str:
     return printed.getvalue()
 
 
-def train(rank: int, typed: list[str]) -> tuple[int, int]:
+def train(rank: int, arguments_typed: list[str]) -> tuple[int, int]:
     sys.path.insert(0, str(EXAMPLES))
     from rich.console import Console
     from train_gpt import arguments, train
 
     sys.path.pop(0)
-    return train(arguments(typed), Console(quiet=True))
+    return train(arguments(arguments_typed), Console(quiet=True))
 
 
-def on(ranks: int, *typed: list[str]) -> list[Any]:
-    """What each rank returned, of one run after the other."""
+def train_on(ranks: int, *command_lines: list[str]) -> list[Any]:
+    """Run one training after the other on these ranks; return the results of each rank."""
     processes = Processes(ranks)
     try:
-        return [processes.each(train, one) for one in typed]
+        return [processes.run(train, command_line) for command_line in command_lines]
     finally:
         processes.close()
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a training as torch reads them, and not the id that each rank's file has."""
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Load all tensors of a checkpoint by torch alone, without the id in each rank's file."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    found = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in metadata.items()}  # type: ignore[union-attr]
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
-    return {name: leaf for name, leaf in found.items() if not name.startswith("save_id/")}
+    tensors = {
+        name: torch.empty(tensor_metadata.size, dtype=tensor_metadata.properties.dtype)
+        for name, tensor_metadata in metadata.items()
+    }  # type: ignore[union-attr]
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return {name: leaf for name, leaf in tensors.items() if not name.startswith("save_id/")}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("ranks", "others"), [(2, 3), pytest.param(4, 2, marks=pytest.mark.deep)])
-def test_it_goes_on_bit_by_bit_on_other_ranks_and_another_schedule(tmp_path: Path, ranks: int, others: int):
-    half, whole, resumed = (str(tmp_path / name) for name in ("half", "whole", "resumed"))
+@pytest.mark.parametrize(("ranks", "other_ranks"), [(2, 3), pytest.param(4, 2, marks=pytest.mark.deep)])
+def test_it_goes_on_bit_by_bit_on_other_ranks_and_another_schedule(tmp_path: Path, ranks: int, other_ranks: int):
+    stopped, full, resumed = (str(tmp_path / name) for name in ("half", "whole", "resumed"))
     blocks = ["--blocks", str(ranks), "--steps", "3"]
-    first = on(ranks, [*blocks, "--stop", "2", "--save", half], [*blocks, "--check", "--save", whole])
-    assert first[1] == [(3, 3), *[(3, 0)] * (ranks - 1)]  # the first rank compares
-    assert on(others, [*blocks, "--resume", half, "--schedule", "zb_h1", "--save", resumed]) == [[(1, 0)] * others]
-    expected, found = saved(Path(whole)), saved(Path(resumed))
-    assert expected.keys() == found.keys()
-    assert len(found) > 3 * 20
-    assert all(torch.equal(one, found[name]) for name, one in expected.items())
+    runs = train_on(ranks, [*blocks, "--stop", "2", "--save", stopped], [*blocks, "--check", "--save", full])
+    assert runs[1] == [(3, 3), *[(3, 0)] * (ranks - 1)]  # the first rank compares
+    assert train_on(other_ranks, [*blocks, "--resume", stopped, "--schedule", "zb_h1", "--save", resumed]) == [
+        [(1, 0)] * other_ranks
+    ]
+    expected, resumed_tensors = load_tensors(Path(full)), load_tensors(Path(resumed))
+    assert expected.keys() == resumed_tensors.keys()
+    assert len(resumed_tensors) > 3 * 20
+    assert all(torch.equal(tensor, resumed_tensors[name]) for name, tensor in expected.items())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_replicas_train_as_one_process_does_and_go_on_with_another_number_of_them(tmp_path: Path):
-    half, small = str(tmp_path / "half"), ["--steps", "3", "--blocks", "1", "--check"]
-    first = [*small, "--replicas", "2", "--stop", "2", "--save", half]
-    ran = on(4, first, [*small, "--replicas", "4", "--resume", half])
-    assert ran == [[(2, 2), *[(2, 0)] * 3], [(1, 1), *[(1, 0)] * 3]]  # the first process compares
-    assert len(saved(tmp_path / "half")) > 3 * 12
+    folder, arguments = str(tmp_path / "half"), ["--steps", "3", "--blocks", "1", "--check"]
+    stopped_run = [*arguments, "--replicas", "2", "--stop", "2", "--save", folder]
+    runs = train_on(4, stopped_run, [*arguments, "--replicas", "4", "--resume", folder])
+    assert runs == [[(2, 2), *[(2, 0)] * 3], [(1, 1), *[(1, 0)] * 3]]  # the first process compares
+    assert len(load_tensors(tmp_path / "half")) > 3 * 12
 
 
 def llama(rank: int) -> tuple[float, float, float]:
@@ -98,9 +103,9 @@ def llama(rank: int) -> tuple[float, float, float]:
 
 def test_a_llama_from_meta_holds_what_it_was_told_and_what_the_page_says(four: Processes):
     page = (EXAMPLES.parent / "docs" / "large_models.md").read_text()
-    found = four.each(llama)
-    assert len({loss for loss, *_ in found}) == 1
-    for rank, (_, told, held) in enumerate(found[:2]):
+    results = four.run(llama)
+    assert len({loss for loss, *_ in results}) == 1
+    for rank, (_, estimated, measured) in enumerate(results[:2]):
         (row,) = (line.split("|")[-3:-1] for line in page.splitlines() if line.startswith(f"| rank {rank}"))
-        assert row == [f" {told / 2**20:.1f} ", f" {held / 2**20:.1f} "]
-        assert held == pytest.approx(told, rel=1e-4)  # the loss that all ranks get has a few bytes
+        assert row == [f" {estimated / 2**20:.1f} ", f" {measured / 2**20:.1f} "]
+        assert measured == pytest.approx(estimated, rel=1e-4)  # the loss that all ranks get has a few bytes

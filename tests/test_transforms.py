@@ -1,4 +1,4 @@
-"""Each transform rewrites what it says, says what it refuses, and leaves the rest."""
+"""Transforms: each rewrites the ops of its purpose, leaves the rest, and refuses programs that it cannot take."""
 
 from itertools import permutations
 
@@ -19,8 +19,8 @@ def kinds(program: Program, *names: str) -> list[str]:
 
 def test_chain_of_chains_is_one_chain():
     a, b, c = fpipe.split(2), fpipe.checkpoint(), fpipe.merge()
-    twice, once = fpipe.chain(fpipe.chain(a, b), c), fpipe.chain(a, b, c)
-    assert twice(CHAIN) == once(CHAIN) == fpipe.chain(a, fpipe.chain(b, c))(CHAIN)
+    nested, flat = fpipe.chain(fpipe.chain(a, b), c), fpipe.chain(a, b, c)
+    assert nested(CHAIN) == flat(CHAIN) == fpipe.chain(a, fpipe.chain(b, c))(CHAIN)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_merge_without_outputs_writes_no_logits():
 
 
 def test_merge_with_losses_keeps_each():
-    names = [str(end.name) for end in fpipe.merge(losses=True)(SPLIT).outputs]
+    names = [str(output.name) for output in fpipe.merge(losses=True)(SPLIT).outputs]
     assert names[1:5] == [f"losses[,{index}]" for index in range(4)]
 
 
@@ -72,8 +72,11 @@ def test_a_recomputed_forward_keeps_no_residuals(policy: str):
 
 def test_inside_a_group_only_what_enters_it_is_kept():
     program = fpipe.chain(fpipe.split(2), fpipe.checkpoint(groups=[(0, 1), (2,)]), fpipe.merge())(CHAIN)
-    read = {op.cell: [str(value) for value in op.reads] for op in program.ops if op.kind == "R"}
-    assert (read["1R0"], read["2R0"]) == (["params[1]", "again[0,0]"], ["params[2]", "y[1,0]", "t[2,0]"])
+    reads_by_cell = {op.cell: [str(value) for value in op.reads] for op in program.ops if op.kind == "R"}
+    assert (reads_by_cell["1R0"], reads_by_cell["2R0"]) == (
+        ["params[1]", "again[0,0]"],
+        ["params[2]", "y[1,0]", "t[2,0]"],
+    )
 
 
 def test_groups_commute_with_the_rest():
@@ -95,20 +98,20 @@ def test_placements_by_name(name: str, placed: str):
 
 
 def test_schedules_of_one_chunk_a_rank_keep_places_that_go_up():
-    """`place([0, 0, 0, 1])` in front of 1F1B was replaced by equal shares, without a word."""
-    made = [fpipe.schedules.get(name)(2) for name in ("gpipe", "one_f_one_b", "zb_h1", "one_f_one_b_overlap")]
-    made.append(fpipe.schedules.from_priority(lambda op, now: op.microbatch, 2))
-    for schedule in made:
-        there = fpipe.chain(fpipe.split(3), fpipe.place([0, 0, 0, 1]), schedule)(fpipe.program(4))
-        assert there.placement == (0, 0, 0, 1)
-        assert schedule(there) == there
+    """`place([0, 0, 0, 1])` before 1F1B used to be replaced silently by equal shares."""
+    schedules = [fpipe.schedules.get(name)(2) for name in ("gpipe", "one_f_one_b", "zb_h1", "one_f_one_b_overlap")]
+    schedules.append(fpipe.schedules.from_priority(lambda op, now: op.microbatch, 2))
+    for schedule in schedules:
+        placed = fpipe.chain(fpipe.split(3), fpipe.place([0, 0, 0, 1]), schedule)(fpipe.program(4))
+        assert placed.placement == (0, 0, 0, 1)
+        assert schedule(placed) == placed
         assert fpipe.chain(fpipe.place("looped", ranks=2), schedule)(fpipe.program(4)).placement == (0, 0, 1, 1)
 
 
 def test_parameters_live_where_it_is_said():
     program = fpipe.place([0, 1, 0], homes={0: [2], 1: [2], 2: [2]})(CHAIN)
-    assert {end.homes for end in program.inputs if end.value.name == "params"} == {(2,)}
-    assert {end.homes for end in program.outputs if end.name.name == "grads"} == {(2,)}
+    assert {port.homes for port in program.inputs if port.value.name == "params"} == {(2,)}
+    assert {port.homes for port in program.outputs if port.name.name == "grads"} == {(2,)}
 
 
 PAIRED = [["0F0", "1F0", "2F0", "2B0", "(0F1;1B0)", "0B0", "1F1", "2F1", "2B1", "1B1", "0B1"]]
@@ -128,31 +131,31 @@ def test_a_cell_b_names_i_and_w_of_a_split_backward():
 
 def test_every_value_is_freed_right_after_its_last_read():
     program = fpipe.free()(SPLIT)
-    last: dict[object, Op] = {}
-    for before, op in zip(program.ops, program.ops[1:], strict=False):
-        last.update({value: before for value in before.reads if before.kind != "FREE"})
-        if op.kind == "FREE" and before.kind != "FREE":
-            assert all(last[value] is before for value in op.reads)
+    last_reader: dict[object, Op] = {}
+    for previous, op in zip(program.ops, program.ops[1:], strict=False):
+        last_reader.update({value: previous for value in previous.reads if previous.kind != "FREE"})
+        if op.kind == "FREE" and previous.kind != "FREE":
+            assert all(last_reader[value] is previous for value in op.reads)
 
 
 def test_parameters_that_travel_do_so_for_each_reader():
     placed = fpipe.chain(fpipe.split(2), fpipe.place("linear", homes=lambda stage: [3]))
     program = fpipe.communicate(again=("params",))(placed(CHAIN))
-    trips = [op for op in program.ops if op.kind == "SEND" and op.reads[0].name == "params"]
-    assert len(trips) == len(kinds(program, "F", "B"))
+    sends = [op for op in program.ops if op.kind == "SEND" and op.reads[0].name == "params"]
+    assert len(sends) == len(kinds(program, "F", "B"))
 
 
 def test_a_recompute_that_others_wait_for_takes_its_tick():
-    """Its start was taken for its end, and a program came out that read before it wrote."""
+    """Its start was taken for its end, and the program read a value before it was written."""
     recomputed = fpipe.chain(fpipe.split(3), fpipe.checkpoint(groups=[range(2)]))
     program = fpipe.chain(recomputed, fpipe.place([0, 0]), fpipe.communicate())(fpipe.program(2))
     assert fpipe.Program.parse(str(program)) == program
 
 
 def test_outputs_can_be_dropped_after_they_were_merged():
-    once = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))
-    twice = fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.merge(outputs=False))
-    assert twice(fpipe.program(2)) == once(fpipe.program(2))
+    dropped_at_once = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))
+    dropped_later = fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.merge(outputs=False))
+    assert dropped_later(fpipe.program(2)) == dropped_at_once(fpipe.program(2))
 
 
 def test_transfers_that_are_there_are_used_again():
@@ -168,7 +171,7 @@ def test_results_with_several_homes_cost_the_same_before_and_after_communicate()
 
 
 def test_a_cell_of_four_letters_is_text_and_no_key():
-    """Rows of keys are looked up all at once; 0F10, taken apart as a key has its four parts, would name nothing."""
+    """Rows of keys are looked up at once; 0F10 has four letters as a key has four parts, and would name nothing."""
     base = fpipe.split(11)(fpipe.program(1))
     cells = [f"0{kind}{index}" for kind in "FB" for index in range(11)]
     keys = [(kind, 0, index, None) for kind in "FB" for index in range(11)]
@@ -177,7 +180,7 @@ def test_a_cell_of_four_letters_is_text_and_no_key():
 
 def test_forward_only_may_stand_anywhere_after_split():
     steps = [fpipe.forward_only(), fpipe.schedules.one_f_one_b(3), fpipe.merge(), fpipe.checkpoint()]
-    assert len({fpipe.chain(*road)(SPLIT) for road in permutations(steps)}) == 1
+    assert len({fpipe.chain(*order)(SPLIT) for order in permutations(steps)}) == 1
 
 
 def test_a_pair_keeps_its_forward():

@@ -39,10 +39,10 @@ def test_registered_classes_are_containers_and_others_are_leaves():
 
 
 def test_dicts_of_another_order_meet_by_key():
-    one, other = {"a": 1, "b": 2}, {"b": 20, "a": 10}
-    assert tree.tree_map(lambda x, y: (x, y), one, other) == {"a": (1, 10), "b": (2, 20)}
-    assert list(tree.in_order_of(one, other).items()) == [("a", 10), ("b", 20)]
-    assert tree.first_difference(one, other) is None
+    first, reordered = {"a": 1, "b": 2}, {"b": 20, "a": 10}
+    assert tree.tree_map(lambda x, y: (x, y), first, reordered) == {"a": (1, 10), "b": (2, 20)}
+    assert list(tree.in_order_of(first, reordered).items()) == [("a", 10), ("b", 20)]
+    assert tree.first_difference(first, reordered) is None
 
 
 def test_difference_names_the_first_place():
@@ -53,5 +53,5 @@ def test_difference_names_the_first_place():
 
 def test_paths_read_like_python():
     net = {"w": torch.zeros(1), "deep": [Point(1, None)]}
-    assert [place for place, _ in tree.paths(net)] == ["['w']", "['deep'][0].x", "['deep'][0].y"]
+    assert [path for path, _ in tree.paths(net)] == ["['w']", "['deep'][0].x", "['deep'][0].y"]
     assert tree.paths(5) == [("", 5)]

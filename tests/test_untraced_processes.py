@@ -1,4 +1,4 @@
-"""Stages that look at data run in processes, beside traced ones, with the bits of plain autograd."""
+"""Stages that look at data run in processes next to traced stages, with the bits of plain autograd."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from tests.processes import SOON, Processes, timed
-from tests.test_distributed import alike, differs, own
+from tests.processes import SOON, Processes, time_call
+from tests.test_distributed import differing_fields, is_equal_tree, local_part
 
 Params = dict[str, Tensor]
 Stage = Callable[[Params, Tensor], Tensor]
@@ -26,20 +26,20 @@ def smooth(p: Params, x: Tensor) -> Tensor:
     return torch.tanh(x @ p["w"])
 
 
-def looks(p: Params, x: Tensor) -> Tensor:
-    """A branch on what the data say, with gradients of other leaves."""
+def branch_on_data(p: Params, x: Tensor) -> Tensor:
+    """Branch on the numbers in x; each branch has gradients of other leaves."""
     return torch.tanh(x @ p["u"]) if x.abs().max().item() > 1.5 else x @ p["w"] * 2
 
 
-def routes(p: Params, x: Tensor) -> Tensor:
-    """A dropless mixture of experts: each takes the rows that are sent to it, and some get none."""
-    out, route = torch.zeros_like(x), (x @ p["gate"]).argmax(-1)
+def mixture_of_experts(p: Params, x: Tensor) -> Tensor:
+    """Route each row to one expert without dropping; some experts get no rows."""
+    output, route = torch.zeros_like(x), (x @ p["gate"]).argmax(-1)
     for expert in range(4):
         (rows,) = torch.where(route == expert)
         if len(rows) == 0:
             continue
-        out[rows] += F.dropout(torch.tanh(x[rows] @ p[f"expert {expert}"]), p=0.25)
-    return x + out
+        output[rows] += F.dropout(torch.tanh(x[rows] @ p[f"expert {expert}"]), p=0.25)
+    return x + output
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
@@ -48,7 +48,11 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
 
 def params_of(stages: Sequence[Stage]) -> tuple[Params, ...]:
     torch.manual_seed(0)
-    names = {smooth: ["w"], looks: ["w", "u"], routes: ["gate", *(f"expert {n}" for n in range(4))]}
+    names = {
+        smooth: ["w"],
+        branch_on_data: ["w", "u"],
+        mixture_of_experts: ["gate", *(f"expert {n}" for n in range(4))],
+    }
     return tuple({name: torch.randn(6, 4 if name == "gate" else 6) for name in names[stage]} for stage in stages)
 
 
@@ -57,28 +61,28 @@ def rows(count: int = 10) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 6), torch.randn(count, 6)
 
 
-def made_of(
+def build_program(
     stages: Sequence[Stage], *steps: Any, microbatches: int = 4
 ) -> tuple[fpipe.Program, fpipe.Model, tuple[Params, ...]]:
-    """A program on two ranks, its model, and parameters."""
+    """Return a program on two ranks, its model, and parameters."""
     model, steps = fpipe.from_functions(stages, squares), steps or (fpipe.schedules.one_f_one_b(2), fpipe.merge())
     return fpipe.chain(fpipe.split(microbatches), *steps)(fpipe.program(model)), model, params_of(stages)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def ignore_untraced_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a stage runs under autograd")
         yield
 
 
 STAGES: dict[str, list[Stage]] = {
-    "the last": [smooth, looks],
-    "the first": [looks, smooth],
-    "routed, then traced": [routes, smooth],
-    "traced, then routed": [smooth, routes],
-    "all": [routes, looks],
-    "four": [smooth, routes, looks, smooth],
+    "the last": [smooth, branch_on_data],
+    "the first": [branch_on_data, smooth],
+    "routed, then traced": [mixture_of_experts, smooth],
+    "traced, then routed": [smooth, mixture_of_experts],
+    "all": [mixture_of_experts, branch_on_data],
+    "four": [smooth, mixture_of_experts, branch_on_data, smooth],
 }
 CHAINS: dict[str, Any] = {
     "1F1B": (fpipe.schedules.one_f_one_b(2),),
@@ -90,56 +94,56 @@ CHAINS: dict[str, Any] = {
 }
 
 
-def runs(rank: int, which: str, chain: str, how: dict[str, Any]) -> list[str]:
-    """Differences from plain autograd in steps on batches of two sizes."""
-    found = list[str]()
-    program, model, params = made_of(STAGES[which], *CHAINS[chain], fpipe.merge())
-    with quiet():
-        step = fpipe.build(program, model, runtime="distributed", example=(params, rows()), **how)
+def differences_in_steps(rank: int, case: str, chain: str, options: dict[str, Any]) -> list[str]:
+    """Compare steps on batches of two sizes with plain autograd."""
+    differences = list[str]()
+    program, model, params = build_program(STAGES[case], *CHAINS[chain], fpipe.merge())
+    with ignore_untraced_warning():
+        step = fpipe.build(program, model, runtime="distributed", example=(params, rows()), **options)
         for count, key in ((10, 1), (10, 2), (16, 3), (10, 4)):
-            made = step(own(program, rank, params), rows(count), key=key)
-            whole = fpipe.reference(model, params, rows(count), microbatches=4, key=key)
-            found += differs(rank, program, made, whole)
-    return found
+            result = step(local_part(program, rank, params), rows(count), key=key)
+            expected = fpipe.reference(model, params, rows(count), microbatches=4, key=key)
+            differences += differing_fields(rank, program, result, expected)
+    return differences
 
 
 @pytest.mark.parametrize(
-    ("which", "chain"),
+    ("case", "chain"),
     [
-        pytest.param(which, chain, marks=pytest.mark.deep if chain != "ZB-H1" and which not in ("all", "four") else [])
-        for which in STAGES
+        pytest.param(case, chain, marks=pytest.mark.deep if chain != "ZB-H1" and case not in ("all", "four") else [])
+        for case in STAGES
         for chain in CHAINS
-        if (which == "four") == (chain in ("interleaved", "zbv"))
+        if (case == "four") == (chain in ("interleaved", "zbv"))
     ],
 )
-def test_stages_that_look_at_data_have_the_bits_of_autograd(pair: Processes, which: str, chain: str):
-    """A build in processes refused them: that the whole program be in one process was the way out."""
-    assert pair.each(runs, which, chain, {}) == [[], []]
+def test_stages_that_look_at_data_have_the_bits_of_autograd(pair: Processes, case: str, chain: str):
+    """A build in processes used to refuse such stages."""
+    assert pair.run(differences_in_steps, case, chain, {}) == [[], []]
 
 
 @pytest.mark.parametrize(
-    "how", [{"trace": False}, {"record": True}, {"check_finite": True, "check_batch": "always"}], ids=str
+    "options", [{"trace": False}, {"record": True}, {"check_finite": True, "check_batch": "always"}], ids=str
 )
-def test_options_of_a_build_hold_for_them_too(pair: Processes, how: dict[str, Any]):
-    assert pair.each(runs, "traced, then routed", "ZB-H1", how) == [[], []]
+def test_options_of_a_build_hold_for_them_too(pair: Processes, options: dict[str, Any]):
+    assert pair.run(differences_in_steps, "traced, then routed", "ZB-H1", options) == [[], []]
 
 
-def carries(p: Params, x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+def carry_and_branch(p: Params, x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
     y = torch.tanh(x @ p["w"] + (0 if carry is None else carry))
     return y * (2 if x.sum().item() > 0 else 3), y[:, -1:].contiguous()
 
 
-def carries_on(p: Params, x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+def carry_on(p: Params, x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
     y = torch.tanh(x @ p["w"] + (0 if carry is None else carry))
     return y, y[:, -1:].contiguous()
 
 
-def centred(p: Params, x: Tensor, *, state: Params) -> tuple[Tensor, Params]:
+def centre_by_mean(p: Params, x: Tensor, *, state: Params) -> tuple[Tensor, Params]:
     return smooth(p, x - state["mean"]) * x.sum().sign().item(), average(state, x)
 
 
-def looks_beside(p: Params, x: Tensor, *, state: Params) -> tuple[Tensor, Params]:
-    return looks(p, x), average(state, x)
+def branch_and_average(p: Params, x: Tensor, *, state: Params) -> tuple[Tensor, Params]:
+    return branch_on_data(p, x), average(state, x)
 
 
 def average(state: Params, x: Tensor) -> Params:
@@ -147,188 +151,202 @@ def average(state: Params, x: Tensor) -> Params:
 
 
 SLICED = fpipe.split(4, slices=2), fpipe.schedules.seq1f1b(2), fpipe.merge(outputs=False)
-WHOLE = fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge()
+UNSLICED = fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge()
 FLOWS: dict[str, tuple[Any, Any]] = {
-    "a carry to a traced stage": (SLICED, (carries, carries_on)),
-    "a carry from a traced stage": (SLICED, (carries_on, carries)),
-    "state that the output reads": (WHOLE, (smooth, centred)),
-    "state beside": (WHOLE, (smooth, looks_beside)),
-    "casts": (WHOLE, (looks, smooth)),
+    "a carry to a traced stage": (SLICED, (carry_and_branch, carry_on)),
+    "a carry from a traced stage": (SLICED, (carry_on, carry_and_branch)),
+    "state that the output reads": (UNSLICED, (smooth, centre_by_mean)),
+    "state beside": (UNSLICED, (smooth, branch_and_average)),
+    "casts": (UNSLICED, (branch_on_data, smooth)),
 }
 
 
-def flows(rank: int, name: str) -> list[bool]:
+def equal_results(rank: int, name: str) -> list[bool]:
     steps, stages = FLOWS[name]
     model = fpipe.from_functions(stages, squares)
-    program, params = fpipe.chain(*steps)(fpipe.program(model)), params_of([looks, looks])
+    program, params = fpipe.chain(*steps)(fpipe.program(model)), params_of([branch_on_data, branch_on_data])
     state: Any = ({}, {"mean": torch.zeros(6)}) if "state" in name else None
     batch = (torch.randn(8, 4, 6), torch.randn(8, 4, 6)) if "carry" in name else rows()
-    example, mine = (params, batch, *([state] if state else [])), state and own(program, rank, state)
-    with quiet(), torch.autocast("cpu", enabled=name == "casts", dtype=torch.bfloat16):
-        alone = fpipe.build(program, model, trace=False)(params, batch, state=state)
+    example, local_state = (params, batch, *([state] if state else [])), state and local_part(program, rank, state)
+    with ignore_untraced_warning(), torch.autocast("cpu", enabled=name == "casts", dtype=torch.bfloat16):
+        expected = fpipe.build(program, model, trace=False)(params, batch, state=state)
         step = fpipe.build(program, model, runtime="distributed", example=example)
-        made = [step(own(program, rank, params), batch, state=mine) for _ in range(2)]
-        made += [fpipe.build(program, model)(params, batch, state=state) for _ in range(2)]
-    right = [(own(program, rank, alone.grads), alone.state and own(program, rank, alone.state))] * 2
-    right += [(alone.grads, alone.state)] * 2
-    return [alike((one.grads, one.state), other) for one, other in zip(made, right, strict=True)]
+        results = [step(local_part(program, rank, params), batch, state=local_state) for _ in range(2)]
+        results += [fpipe.build(program, model)(params, batch, state=state) for _ in range(2)]
+    expected_trees = [
+        (local_part(program, rank, expected.grads), expected.state and local_part(program, rank, expected.state))
+    ] * 2
+    expected_trees += [(expected.grads, expected.state)] * 2
+    return [
+        is_equal_tree((result.grads, result.state), expected_tree)
+        for result, expected_tree in zip(results, expected_trees, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_whatever_flows_is_known_to_all(pair: Processes, name: str):
-    assert pair.each(flows, name) == [[True] * 4] * 2
+    assert pair.run(equal_results, name) == [[True] * 4] * 2
 
 
-def replicated(rank: int) -> list[bool]:
-    """Two replicas of two ranks, of experts that get no rows in one replica, say."""
+def replicas_are_equal(rank: int) -> list[bool]:
+    """Compare two replicas of two ranks with the reference; some experts get rows in one replica only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    replica, mine = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
-    found = list[bool]()
+    replica, pipeline_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    are_equal = list[bool]()
     steps = fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False), fpipe.data_parallel("dp")
-    program, model, params = made_of(STAGES["traced, then routed"], *steps, microbatches=2)
-    halves = [*zip(*(half.chunk(2) for half in rows(8)), strict=True)]
-    with quiet():
+    program, model, params = build_program(STAGES["traced, then routed"], *steps, microbatches=2)
+    halves = [*zip(*(leaf.chunk(2) for leaf in rows(8)), strict=True)]
+    with ignore_untraced_warning():
         step = fpipe.build(
             program, model, runtime="distributed", mesh=mesh, example=(params, halves[0]), broadcast=True
         )
         for key in (1, 2):
-            made = step(own(program, mine, params), halves[replica], key=key)
-            whole = fpipe.reference(model, params, rows(8), microbatches=2, replicas=2, key=key)
-            found.append(alike((made.loss, made.grads), (whole.loss, own(program, mine, whole.grads))))
-    return found
+            result = step(local_part(program, pipeline_rank, params), halves[replica], key=key)
+            expected = fpipe.reference(model, params, rows(8), microbatches=2, replicas=2, key=key)
+            are_equal.append(
+                is_equal_tree(
+                    (result.loss, result.grads), (expected.loss, local_part(program, pipeline_rank, expected.grads))
+                )
+            )
+    return are_equal
 
 
 def test_replicas_add_the_gradients_of_experts_that_only_one_has_rows_for(four: Processes):
-    assert four.each(replicated) == [[True] * 2] * 4
+    assert four.run(replicas_are_equal) == [[True] * 2] * 4
 
 
-def picks(p: Params, x: Tensor) -> Tensor:
-    """As many rows as the data say."""
+def select_rows(p: Params, x: Tensor) -> Tensor:
+    """Return as many rows as the data say."""
     if x[0, 1] > 90:
         raise ArithmeticError("this row is odd")
     return x[x[:, 0] >= 0] @ p["w"]
 
 
-def failing(rank: int, who: int, how: str) -> list[Any]:
+def answers_of_failing(rank: int, failing_stage: int, fault: str) -> list[Any]:
     params = params_of([smooth] * 2)
     model = fpipe.from_functions(
-        [picks if n == who else lambda p, x: x @ p["w"].abs() for n in range(2)], lambda y, t: y.sum()
+        [select_rows if n == failing_stage else lambda p, x: x @ p["w"].abs() for n in range(2)], lambda y, t: y.sum()
     )
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
     good = rows()[0].abs(), torch.zeros(10)
-    odd, negative = (good[0].clone() for _ in range(2))
-    odd[5, 1], negative[7] = 1e4, -1.0
-    with quiet():
+    too_large, negative = (good[0].clone() for _ in range(2))
+    too_large[5, 1], negative[7] = 1e4, -1.0
+    with ignore_untraced_warning():
         step = fpipe.build(program, model, runtime="distributed", example=(params, good))
-    batches = good[0], odd if how == "odd" else negative
-    return [timed(lambda x=x: step(own(program, rank, params), (x, good[1]))) for x in batches]
+    batches = good[0], too_large if fault == "odd" else negative
+    return [time_call(lambda x=x: step(local_part(program, rank, params), (x, good[1]))) for x in batches]
 
 
-@pytest.mark.parametrize("how", ["odd", "negative"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("fault", ["odd", "negative"])
+@pytest.mark.parametrize("failing_stage", [0, 1])
 def test_what_such_a_stage_raises_ends_all_ranks_and_so_does_a_shape_that_depends_on_the_data(
-    pair: Processes, who: int, how: str
+    pair: Processes, failing_stage: int, fault: str
 ):
     shape = (
-        rf"stage {who} \(picks\) runs without a trace, and {who}F1 wrote y\[{who},1\] as float32\[4, 6\] .*, "
+        rf"stage {failing_stage} \(select_rows\) runs without a trace, and {failing_stage}F1 wrote "
+        rf"y\[{failing_stage},1\] as float32\[4, 6\] .*, "
         r"and for zeros as float32\[5, 6\] .*\. Pad it to one shape, or place its readers"
     )
-    words = "ArithmeticError: this row is odd" if how == "odd" else f"UnexpectedValue: {shape}"
-    for rank, ((before, _), (said, took)) in enumerate(pair.each(failing, who, how)):
-        assert before == "worked"
-        assert re.match(("" if rank == who else f"RankError: rank {who} failed in {who}F1: .*: ") + words, said)
-        assert took < SOON
+    message = "ArithmeticError: this row is odd" if fault == "odd" else f"UnexpectedValue: {shape}"
+    for rank, ((first_answer, _), (answer, seconds)) in enumerate(pair.run(answers_of_failing, failing_stage, fault)):
+        assert first_answer == "worked"
+        assert re.match(
+            ("" if rank == failing_stage else f"RankError: rank {failing_stage} failed in {failing_stage}F1: .*: ")
+            + message,
+            answer,
+        )
+        assert seconds < SOON
 
 
-def refused(rank: int, how: str) -> str:
+def build_error(rank: int, case: str) -> str:
     stages: dict[str, Stage] = {
         "on zeros": lambda p, x: x / (1 / x.sum().item()),
-        "apart": looks,
+        "apart": branch_on_data,
         "sparse": lambda p, x: (x @ p["w"]).to_sparse() if x.sum() > 1 else x.to_sparse(),
     }
-    params, batch = params_of([looks, smooth]), rows()
-    model = fpipe.from_functions([stages[how], lambda p, x: x.to_dense() @ p["w"]], squares)
-    where = fpipe.schedules.one_f_one_b(2)
-    if how == "apart":
-        where = fpipe.place(lambda kind, stage, _: stage if kind == "F" else 1 - stage, homes=lambda stage: [stage])
-    program = fpipe.chain(fpipe.split(2), where, fpipe.merge())(fpipe.program(model))
-    return timed(lambda: fpipe.build(program, model, runtime="distributed", example=(params, batch)))[0]
+    params, batch = params_of([branch_on_data, smooth]), rows()
+    model = fpipe.from_functions([stages[case], lambda p, x: x.to_dense() @ p["w"]], squares)
+    schedule = fpipe.schedules.one_f_one_b(2)
+    if case == "apart":
+        schedule = fpipe.place(lambda kind, stage, _: stage if kind == "F" else 1 - stage, homes=lambda stage: [stage])
+    program = fpipe.chain(fpipe.split(2), schedule, fpipe.merge())(fpipe.program(model))
+    return time_call(lambda: fpipe.build(program, model, runtime="distributed", example=(params, batch)))[0]
 
 
 REFUSED = {
     "on zeros": r"DataDependent.*; stage 0 \(<lambda>\): a run on zeros, .*, ended in ZeroDivisionError: ",
-    "apart": r"res\[0,0\].* is autograd's own, which no message carries: stage 0 \(looks\): Data.* Place",
+    "apart": r"res\[0,0\].* is autograd's own, which no message carries: stage 0 \(branch_on_data\): Data.* Place",
     "sparse": r"ended in TypeError: it writes a tensor of layout torch.sparse_coo. In processes a stage",
 }
 
 
-@pytest.mark.parametrize("how", REFUSED)
-def test_what_no_rank_can_know_or_send_is_refused_when_the_step_is_built(pair: Processes, how: str):
-    for said in pair.each(refused, how):
-        assert re.search(REFUSED[how], said, re.DOTALL)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_rank_can_know_or_send_is_refused_when_the_step_is_built(pair: Processes, case: str):
+    for answer in pair.run(build_error, case):
+        assert re.search(REFUSED[case], answer, re.DOTALL)
 
 
-def tied(rank: int) -> list[str]:
-    """A tied parameter that a stage reads for some data alone, and a gradient laid out anew."""
+def differences_of_tied(rank: int) -> list[str]:
+    """Compare a tied parameter that a stage reads for some data only, with a gradient of another layout."""
 
-    def table(p: Params, x: Tensor) -> Tensor:
+    def multiply_table(p: Params, x: Tensor) -> Tensor:
         return torch.tanh(x @ p["e"])
 
-    def unties(p: Params, x: Tensor) -> Tensor:
+    def branch_on_tie(p: Params, x: Tensor) -> Tensor:
         return (p["w"] @ x.t()).t() @ p["e"] if x.sum().item() > 0 else x @ p["w"]
 
     torch.manual_seed(0)
     params = {"e": torch.randn(6, 6)}, {"w": torch.randn(6, 6)}
-    model = fpipe.from_functions([table, unties], squares, ties=[((0, "e"), (1, "e"))])
+    model = fpipe.from_functions([multiply_table, branch_on_tie], squares, ties=[((0, "e"), (1, "e"))])
     program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
-    with quiet():
+    with ignore_untraced_warning():
         step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
-    found = step(own(program, rank, params), rows())
-    return differs(rank, program, found, fpipe.reference(model, params, rows(), microbatches=4))
+    result = step(local_part(program, rank, params), rows())
+    return differing_fields(rank, program, result, fpipe.reference(model, params, rows(), microbatches=4))
 
 
 def test_a_sum_of_a_tied_parameter_travels_whether_or_not_it_was_read(pair: Processes):
-    assert pair.each(tied) == [[], []]
+    assert pair.run(differences_of_tied) == [[], []]
 
 
-def warned(rank: int) -> list[str]:
-    program, model, params = made_of(STAGES["traced, then routed"])
-    with warnings.catch_warnings(record=True) as said:
+def build_warnings(rank: int) -> list[str]:
+    program, model, params = build_program(STAGES["traced, then routed"])
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fpipe.build(program, model, runtime="distributed", example=(params, rows()))
-    return [str(one.message) for one in said]
+    return [str(warning.message) for warning in caught]
 
 
 def test_the_rank_of_a_stage_is_warned_of_it(pair: Processes):
-    first, (second,) = pair.each(warned)
-    assert first == []
-    assert second.startswith(
+    rank_0_warnings, (rank_1_warning,) = pair.run(build_warnings)
+    assert rank_0_warnings == []
+    assert rank_1_warning.startswith(
         "a stage runs under autograd, without a trace, and its I computes what W hands over: stage 1"
     )
 
 
 def test_an_expert_without_rows_ends_no_traces_in_one_process():
-    """Its gradient is there for some data and not for others: then all stages ran under autograd from that step on."""
-    program, model, params = made_of(STAGES["traced, then routed"])
+    """A gradient that is missing for some data used to end all traces from that step on."""
+    program, model, params = build_program(STAGES["traced, then routed"])
     step = fpipe.build(program, model)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = [(key, step(params, rows(key), key=key)) for key in (9, 10, 11, 9, 10, 11)]
-    for key, made in found:
-        right = fpipe.reference(model, params, rows(key), microbatches=4, key=key)
-        assert alike((made.loss, made.grads), (right.loss, right.grads))
-    assert {str(one.message)[:33] for one in told} == {"a stage runs under autograd, with"}
+        results = [(key, step(params, rows(key), key=key)) for key in (9, 10, 11, 9, 10, 11)]
+    for key, result in results:
+        expected = fpipe.reference(model, params, rows(key), microbatches=4, key=key)
+        assert is_equal_tree((result.loss, result.grads), (expected.loss, expected.grads))
+    assert {str(warning.message)[:33] for warning in caught} == {"a stage runs under autograd, with"}
 
 
 @pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),), (fpipe.checkpoint(),)], ids=["B", "I W", "R"])
 def test_what_autograd_keeps_is_recorded(steps: Any):
-    """A recorded step ran all stages under autograd if one was not traced, so that these were counted."""
+    """A recorded step used to run all stages under autograd if one of them had no trace."""
     params = params_of([smooth, smooth])
     model = fpipe.from_functions([lambda p, x: torch.tanh(x @ p["w"]) * x.sum().sign().item()] * 2, squares)
-    chain = fpipe.chain(fpipe.split(4), *steps, fpipe.schedules.one_f_one_b(2), fpipe.merge())
-    found = list[Any]()
+    pipeline = fpipe.chain(fpipe.split(4), *steps, fpipe.schedules.one_f_one_b(2), fpipe.merge())
+    peaks = list[Any]()
     for trace in (True, False):
-        with quiet():
-            step = fpipe.build(chain(fpipe.program(model)), model, record=True, trace=trace)
-            found += [step(params, rows()).timeline.peak for _ in range(2)]
-    assert found[0] == found[1] == found[2]
+        with ignore_untraced_warning():
+            step = fpipe.build(pipeline(fpipe.program(model)), model, record=True, trace=trace)
+            peaks += [step(params, rows()).timeline.peak for _ in range(2)]
+    assert peaks[0] == peaks[1] == peaks[2]

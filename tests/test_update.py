@@ -1,4 +1,4 @@
-"""The optimizer as a part of the program: what a step returns is what torch's own loop makes of the parameters."""
+"""The optimizer in the program: a step returns the parameters of torch's own loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fpipe.meaning.optimizers.rule_names import SETTINGS
 from tests.processes import Processes
 from tests.refusals import refusals
 from tests.test_data_parallel import by_hand, meshed, started
-from tests.test_distributed import MSE, own, rows
+from tests.test_distributed import MSE, local_part, rows
 from tests.toys import Toy
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,49 +41,59 @@ def net_of(stages: int = 4) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(stages)))
 
 
-def updating(model: Any, schedule: Any, rule: str, clip: float | None = None, *more: Any, **settings: Any) -> Any:
+def updating_program(
+    model: Any, schedule: Any, rule: str, clip: float | None = None, *transforms: Any, **settings: Any
+) -> Any:
     update = fpipe.update(rule, clip=clip, **settings)
-    return fpipe.chain(fpipe.split(4), schedule, fpipe.merge(outputs=False), *more, update)(fpipe.program(model))
+    return fpipe.chain(fpipe.split(4), schedule, fpipe.merge(outputs=False), *transforms, update)(fpipe.program(model))
 
 
-def torchs_loop(
+def run_torch_loop(
     net: nn.Module, batch: Any, steps: int, rule: str, clip: float | None, lrs: Any, **settings: Any
 ) -> tuple[list[Tensor], list[Tensor], torch.optim.Optimizer]:
-    """Losses, norms and the optimizer of some steps with torch alone, which train the net."""
+    """Train the net with torch alone; return losses, norms and the optimizer."""
     optimizer = getattr(torch.optim, rule)(net.parameters(), lr=1.0, foreach=False, **settings)
     losses, norms = [], []
-    for number in range(steps):
-        optimizer.param_groups[0]["lr"] = lrs[number]
+    for step_index in range(steps):
+        optimizer.param_groups[0]["lr"] = lrs[step_index]
         optimizer.zero_grad()
-        loss, _ = by_hand_into(net, batch)
+        loss, _ = assign_grads_by_hand(net, batch)
         losses.append(loss)
         norms.append(nn.utils.clip_grad_norm_(net.parameters(), float("inf") if clip is None else clip, foreach=False))
         optimizer.step()
     return losses, norms, optimizer
 
 
-def by_hand_into(net: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of four microbatches, and the gradients in the net."""
+def assign_grads_by_hand(net: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and gradients of four microbatches, and store the gradients in the net."""
     loss, grads = by_hand(net, [batch], 4)
     for name, leaf in net.named_parameters():
         leaf.grad = grads[name]
     return loss, grads
 
 
-def joined(per_stage: Any) -> dict[str, Any]:
+def join_stages(per_stage: Any) -> dict[str, Any]:
     return {name: leaf for stage in per_stage if stage is not None for name, leaf in stage.items()}
 
 
 def differences(net: nn.Module, optimizer: Any, result: fpipe.Result) -> list[str]:
-    """The names of parameters, and of what is kept of them, that differ in a bit."""
-    params, opt = joined(result.params), joined(result.opt)
-    wrong = list[str]()
+    """Name the parameters and optimizer buffers that differ in a bit."""
+    params, opt = join_stages(result.params), join_stages(result.opt)
+    differing = list[str]()
     for name, leaf in net.named_parameters():
         if name in params:
-            wrong += [name] * (not torch.equal(params[name], leaf))
-            kept = {word: one for word, one in optimizer.state[leaf].items() if isinstance(one, Tensor)}
-            wrong += [f"{name}: {word}" for word, one in kept.items() if not torch.equal(opt[name][word], one)]
-    return wrong + ["nothing"] * (not params)
+            differing += [name] * (not torch.equal(params[name], leaf))
+            buffers = {
+                name_of_buffer: buffer
+                for name_of_buffer, buffer in optimizer.state[leaf].items()
+                if isinstance(buffer, Tensor)
+            }
+            differing += [
+                f"{name}: {name_of_buffer}"
+                for name_of_buffer, buffer in buffers.items()
+                if not torch.equal(opt[name][name_of_buffer], buffer)
+            ]
+    return differing + ["nothing"] * (not params)
 
 
 @pytest.mark.crossed
@@ -93,10 +103,10 @@ def test_steps_have_the_bits_of_torchs_own_loop(rule: str, clip: str):
     (name, settings), lrs = RULES[rule], [0.02, 0.01, 0.003]
     net, batch = net_of(), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
-    program = updating(model, fpipe.schedules.interleaved(2), name, CLIPS[clip], **settings)
+    program = updating_program(model, fpipe.schedules.interleaved(2), name, CLIPS[clip], **settings)
     opt = fpipe.optimizer_state(program, params)
     step = fpipe.build(program, model)
-    losses, norms, optimizer = torchs_loop(net, batch, 3, name, CLIPS[clip], lrs, **settings)
+    losses, norms, optimizer = run_torch_loop(net, batch, 3, name, CLIPS[clip], lrs, **settings)
     for lr, loss, norm in zip(lrs, losses, norms, strict=True):
         result = step(params, batch, opt=opt, lr=lr)
         assert torch.equal(result.loss, loss)
@@ -107,7 +117,7 @@ def test_steps_have_the_bits_of_torchs_own_loop(rule: str, clip: str):
 
 def tied() -> Toy:
     layers = {"embed": nn.Embedding(7, 8), "mid": nn.Linear(8, 8), "head": nn.Linear(8, 7, bias=False)}
-    net = Toy(lambda own, x: own.head(own.mid(own.embed(x)).tanh()), **layers)
+    net = Toy(lambda module, x: module.head(module.mid(module.embed(x)).tanh()), **layers)
     net.head.weight = net.embed.weight
     return net
 
@@ -115,13 +125,13 @@ def tied() -> Toy:
 def test_a_tied_leaf_is_updated_and_counted_once():
     torch.manual_seed(0)
     net, ids = tied(), torch.randint(0, 7, (8,))
-    mine = copy.deepcopy(net)
-    model, params, _ = fpipe.from_module(mine, 2, loss=nn.functional.cross_entropy, example=(ids, ids))
-    program = updating(model, fpipe.schedules.one_f_one_b(2), "AdamW", 0.1)
+    pipeline_net = copy.deepcopy(net)
+    model, params, _ = fpipe.from_module(pipeline_net, 2, loss=nn.functional.cross_entropy, example=(ids, ids))
+    program = updating_program(model, fpipe.schedules.one_f_one_b(2), "AdamW", 0.1)
     result = fpipe.build(program, model)(params, (ids, ids), opt=fpipe.optimizer_state(program, params), lr=0.1)
     # The gradient of a tied leaf: over the microbatches of each use, and then over the uses.
-    plain = fpipe.reference(model, params, (ids, ids), microbatches=4)
-    fpipe.assign_grads(net, plain.grads)
+    reference = fpipe.reference(model, params, (ids, ids), microbatches=4)
+    fpipe.assign_grads(net, reference.grads)
     norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1, foreach=False)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
     optimizer.step()
@@ -130,7 +140,7 @@ def test_a_tied_leaf_is_updated_and_counted_once():
 
 
 class Adds(nn.Module):
-    """Adds a parameter times a factor, which is then its gradient under the mean."""
+    """Add a parameter times a factor; under the mean, this factor is its gradient."""
 
     def __init__(self, factor: float):
         super().__init__()
@@ -140,26 +150,26 @@ class Adds(nn.Module):
         return x + self.weight * self.factor
 
 
-@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}], ids=str)
-def test_a_norm_is_stacked_in_the_order_of_the_net_and_not_of_its_stages(how: dict[str, Any]):
-    """Two numbers are lost next to 1.5, unless they come first. Leaves of a stage were stacked in the order of their
-    use, and stages one after the other: the norm was one bit off that of `clip_grad_norm_`."""
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=str)
+def test_a_norm_is_stacked_in_the_order_of_the_net_and_not_of_its_stages(options: dict[str, Any]):
+    """Two small numbers are lost next to 1.5 unless they come first. Norms used to be stacked by stage, one bit off
+    `clip_grad_norm_`."""
     small = 0.000345
     layers = {"tied": Adds(small / 2), "second": Adds(small), "first": Adds(1.5)}
-    net = Toy(lambda own, x: own.tied(own.second(own.tied(own.first(x)))), **layers)
+    net = Toy(lambda module, x: module.tied(module.second(module.tied(module.first(x)))), **layers)
     batch = rows(4)
     loss = lambda y, target: y.mean()  # noqa: E731
     model, params, _ = fpipe.from_module(copy.deepcopy(net), loss=loss, example=batch, cuts=["first"])
-    program = updating(model, fpipe.schedules.one_f_one_b(2), "SGD", 0.1, grads=True)
-    result = fpipe.build(program, model, **how)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.1)
+    program = updating_program(model, fpipe.schedules.one_f_one_b(2), "SGD", 0.1, grads=True)
+    result = fpipe.build(program, model, **options)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.1)
     loss(net(batch[0]), batch[1]).backward()
     backwards = nn.utils.get_total_norm([leaf.grad for leaf in reversed([*net.parameters()])])
     norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
     assert norm != backwards == 1.5
-    plain = fpipe.reference(model, params, batch, microbatches=4, rule="SGD", clip=0.1, lr=0.1)
-    assert result.norm == plain.norm == fpipe.global_norm(result.grads, model=model) == norm
+    reference = fpipe.reference(model, params, batch, microbatches=4, rule="SGD", clip=0.1, lr=0.1)
+    assert result.norm == reference.norm == fpipe.global_norm(result.grads, model=model) == norm
     torch.optim.SGD(net.parameters(), lr=0.1).step()
-    assert all(torch.equal(joined(result.params)[name], leaf) for name, leaf in net.named_parameters())
+    assert all(torch.equal(join_stages(result.params)[name], leaf) for name, leaf in net.named_parameters())
 
 
 GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -173,33 +183,33 @@ GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_groups_have_settings_by_name_and_the_first_that_fits_counts(case: str):
     (rule, settings, groups), net, batch = GROUPS[case], net_of(), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
-    program = updating(model, fpipe.schedules.gpipe(2), rule, None, groups=groups, **settings)
+    program = updating_program(model, fpipe.schedules.gpipe(2), rule, None, groups=groups, **settings)
     result = fpipe.build(program, model)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
-    by_hand_into(net, batch)
-    each = list[dict[str, Any]]()
+    assign_grads_by_hand(net, batch)
+    param_groups = list[dict[str, Any]]()
     for name, leaf in net.named_parameters():
-        said = next((dict(said) for pattern, said in groups.items() if fnmatch(name, pattern)), {})
-        each.append({"params": [leaf], "lr": 0.01 * said.pop("lr_scale", 1.0)} | settings | said)
-    optimizer = getattr(torch.optim, rule)(each, lr=0.01, foreach=False)
+        group = next((dict(group) for pattern, group in groups.items() if fnmatch(name, pattern)), {})
+        param_groups.append({"params": [leaf], "lr": 0.01 * group.pop("lr_scale", 1.0)} | settings | group)
+    optimizer = getattr(torch.optim, rule)(param_groups, lr=0.01, foreach=False)
     optimizer.step()
     assert differences(net, optimizer, result) == []
 
 
-@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}], ids=str)
-def test_other_numbers_of_a_rule_are_inputs_of_a_step_where_the_program_does_not_say_them(how: dict[str, Any]):
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=str)
+def test_other_numbers_of_a_rule_are_inputs_of_a_step_where_the_program_does_not_say_them(options: dict[str, Any]):
     net, batch, decays = net_of(), rows(8), [0.3, 0.2, None]
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
     groups = {"*bias": {"weight_decay": 0.0}}
-    program = fpipe.steps(3)(updating(model, fpipe.schedules.one_f_one_b(2), "AdamW", None, groups=groups))
+    program = fpipe.steps(3)(updating_program(model, fpipe.schedules.one_f_one_b(2), "AdamW", None, groups=groups))
     rates = [0.01 if decay is None else {"lr": 0.01, "weight_decay": decay} for decay in decays]
     opt = fpipe.optimizer_state(program, params)
-    result = fpipe.build(program, model, **how)(params, [batch] * 3, opt=opt, lr=rates)
+    result = fpipe.build(program, model, **options)(params, [batch] * 3, opt=opt, lr=rates)
     weights, biases = ([leaf for leaf in net.parameters() if leaf.ndim == ndim] for ndim in (2, 1))
-    plain = {"params": biases, "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([{"params": weights}, plain], lr=0.01, foreach=False)
+    group_of_biases = {"params": biases, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([{"params": weights}, group_of_biases], lr=0.01, foreach=False)
     for decay in decays:
         optimizer.param_groups[0]["weight_decay"] = 0.01 if decay is None else decay
-        by_hand_into(net, batch)
+        assign_grads_by_hand(net, batch)
         optimizer.step()
     assert differences(net, optimizer, result) == []
     fpipe.verify(program, model, params, [batch] * 3, lr=rates)
@@ -208,7 +218,7 @@ def test_other_numbers_of_a_rule_are_inputs_of_a_step_where_the_program_does_not
 def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it():
     model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).pow(2).mean())
     params = ({"w": torch.tensor(2.0), "unused": torch.tensor(5.0), "count": torch.tensor(3)},)
-    program = updating(model, fpipe.schedules.gpipe(1), "AdamW", None, weight_decay=0.3)
+    program = updating_program(model, fpipe.schedules.gpipe(1), "AdamW", None, weight_decay=0.3)
     opt = fpipe.optimizer_state(program, params)
     for trace in (True, False):
         step = fpipe.build(program, model, trace=trace)
@@ -221,30 +231,32 @@ def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it():
 
 def test_a_rate_is_a_number_a_tensor_or_a_setting():
     model, params = NET[:2]
-    programs = (updating(model, fpipe.schedules.gpipe(2), "SGD", **how) for how in ({}, {"lr": 0.2}))
+    programs = (updating_program(model, fpipe.schedules.gpipe(2), "SGD", **options) for options in ({}, {"lr": 0.2}))
     step, fixed = (fpipe.build(program, model) for program in programs)
-    opt = fpipe.optimizer_state(updating(model, fpipe.schedules.gpipe(2), "SGD"), params)
-    given = *({"lr": lr} for lr in (0.2, torch.tensor(0.2), 0.1)), {}
-    *same, other, said = ((step if how else fixed)(params, rows(8), opt=opt, **how).params for how in given)
-    assert all(map(torch.equal, joined(same[0]).values(), joined(same[1]).values()))
-    assert all(map(torch.equal, joined(same[0]).values(), joined(said).values()))
-    assert not torch.equal(joined(same[0])["0.0.bias"], joined(other)["0.0.bias"])
+    opt = fpipe.optimizer_state(updating_program(model, fpipe.schedules.gpipe(2), "SGD"), params)
+    rates = *({"lr": lr} for lr in (0.2, torch.tensor(0.2), 0.1)), {}
+    *equal_params, different_params, fixed_params = (
+        (step if options else fixed)(params, rows(8), opt=opt, **options).params for options in rates
+    )
+    assert all(map(torch.equal, join_stages(equal_params[0]).values(), join_stages(equal_params[1]).values()))
+    assert all(map(torch.equal, join_stages(equal_params[0]).values(), join_stages(fixed_params).values()))
+    assert not torch.equal(join_stages(equal_params[0])["0.0.bias"], join_stages(different_params)["0.0.bias"])
 
 
 def test_the_order_of_transforms_does_not_matter():
     base = fpipe.split(4)(fpipe.program(4))
     parts = (fpipe.schedules.interleaved(2), fpipe.split_backward(), fpipe.checkpoint())
     update = fpipe.chain(fpipe.merge(), fpipe.data_parallel(), fpipe.update("AdamW", clip=1.0))
-    first = fpipe.chain(*parts, update)(base)
-    assert first == fpipe.chain(update, *parts)(base) == fpipe.Program.parse(str(first))
-    assert fpipe.chain(parts[0], update, *parts[1:])(base) == first
-    for more in (fpipe.communicate(), fpipe.free()):
-        fpipe.check(more(first))
+    program = fpipe.chain(*parts, update)(base)
+    assert program == fpipe.chain(update, *parts)(base) == fpipe.Program.parse(str(program))
+    assert fpipe.chain(parts[0], update, *parts[1:])(base) == program
+    for transform in (fpipe.communicate(), fpipe.free()):
+        fpipe.check(transform(program))
     plain = fpipe.chain(*parts, fpipe.merge(), fpipe.data_parallel())(base)
-    assert fpipe.forward_only()(first) == fpipe.forward_only()(plain)
+    assert fpipe.forward_only()(program) == fpipe.forward_only()(plain)
 
 
-def after(*transforms: Any) -> object:
+def chain_after_split(*transforms: Any) -> object:
     return fpipe.chain(fpipe.split(4), *transforms)(fpipe.program(4))
 
 
@@ -258,7 +270,7 @@ def program_of(rule: str, **settings: Any) -> fpipe.Program:
     return fpipe.update(rule, **settings)(fpipe.program(MODEL))
 
 
-def stepped(opt: Any = None, lr: Any = None, rule: str = "SGD", **settings: Any) -> fpipe.Result:
+def step_once(opt: Any = None, lr: Any = None, rule: str = "SGD", **settings: Any) -> fpipe.Result:
     program = program_of(rule, **settings)
     if isinstance(opt, str):
         opt = fpipe.optimizer_state(program if opt == "own" else program_of(opt), PARAMS)
@@ -266,41 +278,41 @@ def stepped(opt: Any = None, lr: Any = None, rule: str = "SGD", **settings: Any)
     return fpipe.build(program, MODEL)(params, BATCH, opt=opt, lr=lr)
 
 
-def own_rule(apply: Any, **settings: Any) -> Any:
-    """The parameter after one step by a rule of one's own."""
-    fpipe.register_update("Own", apply)
+def step_by_own_rule(rule: Any, **settings: Any) -> Any:
+    """Return the parameter after one step by a custom rule."""
+    fpipe.register_update("Own", rule)
     try:
-        return stepped("own", lr=0.5, rule="Own", **settings).params[0]["w"]
+        return step_once("own", lr=0.5, rule="Own", **settings).params[0]["w"]
     finally:
         fpipe.meaning.optimizers.rules.RULES.pop("Own")
 
 
 def test_a_rule_of_ones_own_may_look_at_its_numbers():
-    """It runs outside of a trace, as torch's own do."""
-    moved = own_rule(lambda p, g, s, lr: (p - lr * g if g.item() > 0 else p + 1, s))
+    """Custom rules run outside of a trace, as torch's own do."""
+    moved = step_by_own_rule(lambda p, g, s, lr: (p - lr * g if g.item() > 0 else p + 1, s))
     assert moved.item() == 3.0 - 0.5 * 2.0
 
 
 def test_settings_are_those_of_torch():
-    """They are listed, since a program is written without torch."""
-    for rule, words in SETTINGS.items():
-        assert {*inspect.signature(getattr(torch.optim, rule)).parameters} - {"params"} <= {*words.split()}
+    """The settings are listed in fpipe, since programs are written without torch."""
+    for rule, names in SETTINGS.items():
+        assert {*inspect.signature(getattr(torch.optim, rule)).parameters} - {"params"} <= {*names.split()}
 
 
 test_refusals = refusals(
     globals(),
     """
-after(fpipe.update("SGD"))
+chain_after_split(fpipe.update("SGD"))
     ProgramError: put fpipe.merge() before
-after(fpipe.merge(), fpipe.update("SGD"), fpipe.update("SGD"))
+chain_after_split(fpipe.merge(), fpipe.update("SGD"), fpipe.update("SGD"))
     ProgramError: updates its parameters already
-after(fpipe.merge(), fpipe.update("SGD"), fpipe.data_parallel())
+chain_after_split(fpipe.merge(), fpipe.update("SGD"), fpipe.data_parallel())
     ProgramError: put fpipe.data_parallel() before fpipe.update()
-after(fpipe.merge(), fpipe.update("SGD"), fpipe.shard())
+chain_after_split(fpipe.merge(), fpipe.update("SGD"), fpipe.shard())
     ProgramError: put fpipe.shard() before fpipe.update()
 fpipe.chain(fpipe.update("SGD"), fpipe.split(2))(fpipe.program(2))
     ProgramError: put fpipe.split() before fpipe.update()
-after(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.update("SGD"))
+chain_after_split(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.update("SGD"))
     ProgramError: put fpipe.update() before fpipe.communicate
 fpipe.chain(fpipe.forward_only(), fpipe.update("SGD"))(fpipe.program(2))
     ProgramError: no gradients to update by
@@ -332,37 +344,37 @@ fpipe.update("SGD", clip=0)
     ValueError: clip is a norm, a number above 0
 fpipe.update("SGD", groups="*bias")
     ValueError: groups is {pattern: settings}
-fpipe.build(updating(NET[0], fpipe.schedules.gpipe(2), "SGD", groups={"*bia": {"lr": 0.1}}), NET[0])
+fpipe.build(updating_program(NET[0], fpipe.schedules.gpipe(2), "SGD", groups={"*bia": {"lr": 0.1}}), NET[0])
     ValueError: no parameter has a name like '*bia' of groups=; there are 0.0.weight
-stepped(lr=0.1)
+step_once(lr=0.1)
     ValueError: hand it in as step(..., opt=fpipe.optimizer_state
-stepped("own")
+step_once("own")
     ValueError: lr: hand it in as step(..., lr=3e-4
-stepped("own", lr=float("nan"))
+step_once("own", lr=float("nan"))
     ValueError: lr is a finite number from 0, such as 3e-4; found nan
-stepped("own", lr=-0.1)
+step_once("own", lr=-0.1)
     ValueError: lr is a finite number from 0, such as 3e-4; found -0.1
-stepped("own", lr=torch.tensor(torch.inf))
+step_once("own", lr=torch.tensor(torch.inf))
     ValueError: lr is a finite number from 0, such as 3e-4; found inf
-stepped("own", lr="1")
+step_once("own", lr="1")
     TypeError: lr is a number or a 0-d tensor
-stepped("own", lr={"weight_decay": 0.1})
+step_once("own", lr={"weight_decay": 0.1})
     ValueError: found ['weight_decay']
-stepped("own", lr={"lr": 0.1, "momentum": 0.9})
+step_once("own", lr={"lr": 0.1, "momentum": 0.9})
     ValueError: which this program leaves to its steps; found ['lr', 'momentum']. update() says
-stepped("own", rule="Adagrad", lr={"lr": 0.1, "initial_accumulator_value": 0.1})
+step_once("own", rule="Adagrad", lr={"lr": 0.1, "initial_accumulator_value": 0.1})
     ValueError: a dict of lr, lr_decay, weight_decay, eps, which
-stepped("own", rule="Adadelta", lr={"lr": 0.1, "rho": 2.0})
+step_once("own", rule="Adadelta", lr={"lr": 0.1, "rho": 2.0})
     ValueError: torch.optim.Adadelta refuses its settings (rho=2.0): Invalid rho value: 2.0
-stepped("own", lr={"lr": 0.1, "dampening": 0.5}, momentum=0.9, nesterov=True)
+step_once("own", lr={"lr": 0.1, "dampening": 0.5}, momentum=0.9, nesterov=True)
     ValueError: Nesterov momentum requires a momentum and zero dampening
-stepped("Adam", lr=0.1)
+step_once("Adam", lr=0.1)
     ValueError: has step, exp_avg, exp_avg_sq of w, and SGD keeps nothing
-stepped(({},), lr=0.1)
+step_once(({},), lr=0.1)
     ValueError: opt of stage 0 has other leaves
-stepped(({"w": {"step": torch.ones(()), "momentum_buffer": torch.ones(3)}},), lr=0.1, momentum=0.9)
+step_once(({"w": {"step": torch.ones(()), "momentum_buffer": torch.ones(3)}},), lr=0.1, momentum=0.9)
     ValueError: has momentum_buffer of w in shape [3], and is of shape []
-stepped(({"w": {"step": torch.ones(()), "momentum_buffer": torch.ones((), device="meta")}},), lr=0.1, momentum=0.9)
+step_once(({"w": {"step": torch.ones(()), "momentum_buffer": torch.ones((), device="meta")}},), lr=0.1, momentum=0.9)
     ValueError: is on meta
 fpipe.build(fpipe.program(MODEL), MODEL)(PARAMS, BATCH, opt=())
     ValueError: updates no parameters, and takes no opt=
@@ -372,46 +384,45 @@ fpipe.optimizer_state(fpipe.program(MODEL), PARAMS)
     ValueError: updates no parameters
 fpipe.optimizer_state(program_of("SGD"), ())
     ValueError: each of the 1 stages
-fpipe.optimizer_state(updating(NET[0], fpipe.schedules.gpipe(2), "Muon"), NET[1])
+fpipe.optimizer_state(updating_program(NET[0], fpipe.schedules.gpipe(2), "Muon"), NET[1])
     ValueError: Muon is of matrices alone, and there is a parameter of shape [8]
-fpipe.build(after(fpipe.merge(), fpipe.shard(), fpipe.update("Muon")), SQUARE)
+fpipe.build(chain_after_split(fpipe.merge(), fpipe.shard(), fpipe.update("Muon")), SQUARE)
     ValueError: Muon looks at whole matrices
 fpipe.build(program_of("AdamW", capturable=True), MODEL)
     ValueError: takes no step with
-own_rule(lambda p, g, s, lr: (p, s), decay=0.1)
+step_by_own_rule(lambda p, g, s, lr: (p, s), decay=0.1)
     ValueError: Own takes no decay=; it takes lr
-own_rule(lambda p, g, s, lr: (p.sub_(g), s))
+step_by_own_rule(lambda p, g, s, lr: (p.sub_(g), s))
     ValueError: 'Own' mutates what it is
-own_rule(lambda p, g, s, lr: p)
+step_by_own_rule(lambda p, g, s, lr: p)
     ValueError: gives (param, state) back
-own_rule(lambda p, g, s, lr: (p, {"m": g}))
+step_by_own_rule(lambda p, g, s, lr: (p, {"m": g}))
     ValueError: with nothing in the dict as its start has
-own_rule(lambda p, g, s, lr: (p[None], s))
+step_by_own_rule(lambda p, g, s, lr: (p[None], s))
     ValueError: of shape [1] of one
 """,
 )
 
 
-def on_two(rank: int, schedule: str, stages: int, clip: float | None, donate: bool = False) -> list[str]:
-    """The names of this rank's parameters and state that differ from torch's loop after three steps, or that are
-    elsewhere although they were donated."""
+def differences_on_rank(rank: int, schedule: str, stages: int, clip: float | None, donate: bool = False) -> list[str]:
+    """Name this rank's tensors that differ from torch's loop after three steps, or moved although they were donated."""
     net, batch, lrs = net_of(), rows(8), [0.02, 0.01, 0.003]
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
     ranks = 1 if schedule == "roundpipe" else 2  # and the one that holds the weights
-    program = updating(model, fpipe.schedules.get(schedule)(ranks), "AdamW", clip)
-    mine = own(program, rank, params)
-    opt = fpipe.optimizer_state(program, mine)
+    program = updating_program(model, fpipe.schedules.get(schedule)(ranks), "AdamW", clip)
+    local_params = local_part(program, rank, params)
+    opt = fpipe.optimizer_state(program, local_params)
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch), donate=donate)
-    losses, norms, optimizer = torchs_loop(net, batch, 3, "AdamW", clip, lrs)
-    before = addresses((mine, opt))
+    losses, norms, optimizer = run_torch_loop(net, batch, 3, "AdamW", clip, lrs)
+    initial_addresses = addresses((local_params, opt))
     for lr in lrs:
         rate = {"lr": lr, "weight_decay": 0.01} if schedule == "zb_h1" else lr
-        result = step(mine, batch, opt=opt, lr=rate)
-        mine, opt = result.params, result.opt
-    wrong = ["memory"] * (donate and addresses((mine, opt)) != before)
-    wrong += ["loss"] * (isinstance(result.loss, Tensor) and not torch.equal(result.loss, losses[-1]))
-    wrong += ["norm"] * (result.norm is not None and not torch.equal(result.norm, norms[-1]))
-    return wrong + differences(net, optimizer, result)
+        result = step(local_params, batch, opt=opt, lr=rate)
+        local_params, opt = result.params, result.opt
+    differing = ["memory"] * (donate and addresses((local_params, opt)) != initial_addresses)
+    differing += ["loss"] * (isinstance(result.loss, Tensor) and not torch.equal(result.loss, losses[-1]))
+    differing += ["norm"] * (result.norm is not None and not torch.equal(result.norm, norms[-1]))
+    return differing + differences(net, optimizer, result)
 
 
 @pytest.mark.parametrize(
@@ -429,18 +440,20 @@ def test_two_processes_have_the_bits_of_torchs_loop(
     pair: Processes, schedule: str, stages: int, clip: float | None, donate: bool
 ):
     computes_alone = ["nothing"] * (schedule == "roundpipe")  # all weights are at home on the other rank
-    assert pair.each(on_two, schedule, stages, clip, donate) == [computes_alone, []]
+    assert pair.run(differences_on_rank, schedule, stages, clip, donate) == [computes_alone, []]
 
 
-def on_four(rank: int, gather: str, clip: float | None, steps: int) -> list[str]:
-    """The names of shards, put together, that differ from torch's loop over the rows of all replicas: in a bit, or
-    where they are clipped by more than rounding, since norms are added in another order."""
+def differences_on_shards(rank: int, gather: str, clip: float | None, steps: int) -> list[str]:
+    """Name the joined shards that differ from torch's loop over all replicas' rows: in a bit, or by more than rounding
+    if clipped, since norms are added in another order."""
     _, replica, _ = meshed()
-    net, batches = net_of(), [tuple(half.chunk(2)[one] for half in rows(16)) for one in range(2)]
-    net[1].append(Toy(lambda own, x: x * own.by, by=nn.Parameter(torch.tensor(1.5))))  # which all replicas have whole
+    net, batches = net_of(), [tuple(half.chunk(2)[index] for half in rows(16)) for index in range(2)]
+    net[1].append(
+        Toy(lambda module, x: x * module.by, by=nn.Parameter(torch.tensor(1.5)))
+    )  # which all replicas have whole
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
-    more = [fpipe.shard(gather=gather)]  # type: ignore[arg-type]
-    program = fpipe.steps(steps)(updating(model, fpipe.schedules.interleaved(2), "AdamW", clip, *more))
+    transforms = [fpipe.shard(gather=gather)]  # type: ignore[arg-type]
+    program = fpipe.steps(steps)(updating_program(model, fpipe.schedules.interleaved(2), "AdamW", clip, *transforms))
     batch = batches[replica] if steps == 1 else [batches[replica]] * steps
     step, shards = started(model, params, program, batch)
     opt = fpipe.optimizer_state(program, shards)
@@ -455,16 +468,18 @@ def on_four(rank: int, gather: str, clip: float | None, steps: int) -> list[str]
                 leaf.grad = grads[name]
             norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip or float("inf"), foreach=False))
             optimizer.step()
-    same = torch.equal if clip is None else torch.allclose
-    wrong = list[str]()
+    are_close = torch.equal if clip is None else torch.allclose
+    differing = list[str]()
     for name, leaf in net.named_parameters():
-        if name in joined(shards):
-            wrong += [name] * (not same(joined(shards)[name].full_tensor(), leaf))
-            kept = joined(opt)[name]["exp_avg_sq"]
-            wrong += [f"{name}: sq"] * (not same(kept.full_tensor(), optimizer.state[leaf]["exp_avg_sq"]))
-    found = result.norm if isinstance(result.norm, tuple) else (result.norm,)
-    wrong += ["norm"] * (found[-1] is not None and not torch.allclose(found[-1], norms[-1]))
-    return wrong + ["nothing"] * (not joined(shards))
+        if name in join_stages(shards):
+            differing += [name] * (not are_close(join_stages(shards)[name].full_tensor(), leaf))
+            square_shards = join_stages(opt)[name]["exp_avg_sq"]
+            differing += [f"{name}: sq"] * (
+                not are_close(square_shards.full_tensor(), optimizer.state[leaf]["exp_avg_sq"])
+            )
+    norms_of_result = result.norm if isinstance(result.norm, tuple) else (result.norm,)
+    differing += ["norm"] * (norms_of_result[-1] is not None and not torch.allclose(norms_of_result[-1], norms[-1]))
+    return differing + ["nothing"] * (not join_stages(shards))
 
 
 @pytest.mark.parametrize(
@@ -472,7 +487,7 @@ def on_four(rank: int, gather: str, clip: float | None, steps: int) -> list[str]
     [("step", None, 1), ("use", None, 1), ("use", 0.05, 1), ("step", 0.05, 2), ("use", None, 2)],
 )
 def test_shards_are_updated_as_the_whole_is(four: Processes, gather: str, clip: float | None, steps: int):
-    assert four.each(on_four, gather, clip, steps) == [[]] * 4
+    assert four.run(differences_on_shards, gather, clip, steps) == [[]] * 4
 
 
 def addresses(per_stage: Any) -> list[int]:
@@ -486,12 +501,12 @@ def addresses(per_stage: Any) -> list[int]:
 def test_what_is_donated_is_overwritten_and_has_the_same_bits(schedule: str, runtime: Any, clip: float | None):
     net, batch, lrs = net_of(), rows(8), [0.02, 0.01, 0.003]
     stages = 2 if schedule in ("one_f_one_b", "dualpipe") else 4
-    mine = copy.deepcopy(net)
-    model, params, _ = fpipe.from_sequential(mine, stages=stages, loss=MSE)
-    program = updating(model, fpipe.schedules.get(schedule)(2), "AdamW", clip)
+    pipeline_net = copy.deepcopy(net)
+    model, params, _ = fpipe.from_sequential(pipeline_net, stages=stages, loss=MSE)
+    program = updating_program(model, fpipe.schedules.get(schedule)(2), "AdamW", clip)
     step = fpipe.build(program, model, runtime=runtime, donate=True)
     opt = fpipe.optimizer_state(program, params)
-    _, _, optimizer = torchs_loop(net, batch, 3, "AdamW", clip, lrs)
+    _, _, optimizer = run_torch_loop(net, batch, 3, "AdamW", clip, lrs)
     for lr in lrs:
         result = step(params, batch, opt=opt, lr=lr)
         if schedule != "dualpipe" or runtime == "local":  # under DualPipe each of two ranks is handed back its own
@@ -499,20 +514,22 @@ def test_what_is_donated_is_overwritten_and_has_the_same_bits(schedule: str, run
         params, opt = result.params, result.opt
     assert differences(net, optimizer, result) == []
     if schedule == "interleaved":  # parameters are the net's own
-        assert all(torch.equal(leaf, dict(net.named_parameters())[name]) for name, leaf in mine.named_parameters())
+        assert all(
+            torch.equal(leaf, dict(net.named_parameters())[name]) for name, leaf in pipeline_net.named_parameters()
+        )
 
 
 def test_a_donated_version_that_is_read_later_is_kept():
     net = net_of()
     model, params, _ = fpipe.from_sequential(net, stages=4, loss=MSE)
     torch.manual_seed(1)
-    each = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(4)]
+    batches = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(4)]
     parts = fpipe.split(4), fpipe.merge(outputs=False), fpipe.update("AdamW", clip=0.05)
     program = fpipe.chain(*parts, fpipe.schedules.pipedream_2bw(4, steps=4))(fpipe.program(model))
-    pure = fpipe.build(program, model)(params, each, opt=fpipe.optimizer_state(program, params), lr=0.1)
+    pure = fpipe.build(program, model)(params, batches, opt=fpipe.optimizer_state(program, params), lr=0.1)
     step = fpipe.build(program, model, donate=True)
-    found = step(params, each, opt=fpipe.optimizer_state(program, params), lr=0.1)
-    assert all(map(torch.equal, fpipe.tree.leaves(found.params), fpipe.tree.leaves(pure.params)))
+    result = step(params, batches, opt=fpipe.optimizer_state(program, params), lr=0.1)
+    assert all(map(torch.equal, fpipe.tree.leaves(result.params), fpipe.tree.leaves(pure.params)))
 
 
 def test_a_step_that_fails_says_that_what_was_donated_is_gone():
@@ -521,23 +538,23 @@ def test_a_step_that_fails_says_that_what_was_donated_is_gone():
     def loss(y: Tensor, t: Tensor) -> Tensor:
         return (y - t).pow(2).mean()
 
-    def boom(param: Tensor, grad: Tensor, state: Any, lr: float) -> Any:
+    def failing_rule(param: Tensor, grad: Tensor, state: Any, lr: float) -> Any:
         calls.append(lr)
         if lr > 1:
             raise ArithmeticError("no such rate")
         return param - lr * grad, state
 
-    fpipe.register_update("Boom", boom)
+    fpipe.register_update("Boom", failing_rule)
     try:
         model = fpipe.from_functions([lambda p, x: x * p["w"]] * 2, loss)
         params = ({"w": torch.tensor(3.0)}, {"w": torch.tensor(2.0)})
-        program = updating(model, fpipe.schedules.gpipe(2), "Boom")
+        program = updating_program(model, fpipe.schedules.gpipe(2), "Boom")
         step = fpipe.build(program, model, donate=True)
         opt = fpipe.optimizer_state(program, params)
         step(params, (torch.ones(4), torch.ones(4)), opt=opt, lr=0.1)
-        with pytest.raises(ArithmeticError) as failed:
+        with pytest.raises(ArithmeticError) as error_info:
             step(params, (torch.ones(4), torch.ones(4)), opt=opt, lr=2.0)
-        assert any("were donated to this step" in note for note in failed.value.__notes__)
+        assert any("were donated to this step" in note for note in error_info.value.__notes__)
     finally:
         fpipe.meaning.optimizers.rules.RULES.pop("Boom")
 
@@ -545,19 +562,19 @@ def test_a_step_that_fails_says_that_what_was_donated_is_gone():
 def test_sizes_count_what_an_update_holds():
     net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
-    batch, one = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4
-    program = updating(model, fpipe.schedules.gpipe(2), "AdamW")
+    batch, weight_bytes = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4
+    program = updating_program(model, fpipe.schedules.gpipe(2), "AdamW")
     pure, donated = (fpipe.sizes(program, model, params, batch, donate=donate) for donate in (False, True))
-    grads = fpipe.sizes(updating(model, fpipe.schedules.gpipe(2), "SGD"), model, params, batch, donate=True)
+    grads = fpipe.sizes(updating_program(model, fpipe.schedules.gpipe(2), "SGD"), model, params, batch, donate=True)
     for rank in range(2):
-        assert pure.peak[rank] >= 4 * one  # the gradient, and parameters and two moments once more
-        assert donated.peak[rank] < 2 * one
+        assert pure.peak[rank] >= 4 * weight_bytes  # the gradient, and parameters and two moments once more
+        assert donated.peak[rank] < 2 * weight_bytes
         assert donated.peak[rank] == grads.peak[rank]
 
 
 def test_an_update_is_profiled_and_timed():
     model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
-    costs = fpipe.profile(updating(model, fpipe.schedules.gpipe(2), "AdamW"), model, params, rows(8))
+    costs = fpipe.profile(updating_program(model, fpipe.schedules.gpipe(2), "AdamW"), model, params, rows(8))
     assert all(seconds > 0 for seconds in costs.update)  # type: ignore[union-attr]
 
 
@@ -567,13 +584,13 @@ def test_matrices_are_updated_by_muon_as_torch_does():
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
-    program = updating(model, fpipe.schedules.gpipe(2), "Muon")
+    program = updating_program(model, fpipe.schedules.gpipe(2), "Muon")
     opt, step = fpipe.optimizer_state(program, params), fpipe.build(program, model)
     optimizer = torch.optim.Muon(net.parameters(), lr=0.01)
     for _ in range(2):
         result = step(params, rows(8), opt=opt, lr=0.01)
         params, opt = result.params, result.opt
-        by_hand_into(net, rows(8))
+        assign_grads_by_hand(net, rows(8))
         optimizer.step()
     assert differences(net, optimizer, result) == []
     assert fpipe.verify(program, model, params, rows(8), opt=opt, lr=0.01).bitwise

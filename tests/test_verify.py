@@ -1,4 +1,4 @@
-"""What `verify` says: the first value of a program that is wrong, and what the undivided batch gives."""
+"""Reports of `verify`: the first wrong value of a program, and the comparison with the undivided batch."""
 
 import re
 from dataclasses import replace
@@ -21,38 +21,38 @@ def layer(p, x):
 
 
 @cache
-def made(stages=3, rows=6, **how):
-    """A chain of layers, its parameters and a batch."""
-    seeded = torch.Generator().manual_seed(0)
+def make_chain(stages=3, rows=6, **options):
+    """Return a chain of layers, its parameters and a batch."""
+    generator = torch.Generator().manual_seed(0)
     params = tuple(
-        {"w": torch.randn(4, 4, generator=seeded), "b": torch.randn(4, generator=seeded)} for _ in range(stages)
+        {"w": torch.randn(4, 4, generator=generator), "b": torch.randn(4, generator=generator)} for _ in range(stages)
     )
-    batch = torch.randn(rows, 4, generator=seeded), torch.randn(rows, 4, generator=seeded)
-    return fpipe.from_functions([layer] * stages, **({"loss": F.mse_loss} | how)), params, batch
+    batch = torch.randn(rows, 4, generator=generator), torch.randn(rows, 4, generator=generator)
+    return fpipe.from_functions([layer] * stages, **({"loss": F.mse_loss} | options)), params, batch
 
 
-def mismatch(program, model, params, batch, **more) -> fpipe.GradientMismatch:
+def mismatch(program, model, params, batch, **options) -> fpipe.GradientMismatch:
     with pytest.raises(fpipe.GradientMismatch) as caught:
-        fpipe.verify(program, model, params, batch, **more)
+        fpipe.verify(program, model, params, batch, **options)
     return caught.value
 
 
 def stage_by_stage(stages: int, microbatches: int) -> Program:
-    """All microbatches through a stage before the next has any: values of all of them are there to be mixed up."""
-    down = [f"{stage}F{index}" for stage in range(stages) for index in range(microbatches)]
-    up = [f"{stage}B{index}" for stage in reversed(range(stages)) for index in range(microbatches)]
-    table = fpipe.schedules.from_table([[*down, *up]])
+    """Run all microbatches through a stage before the next stage starts, so that there are values to mix up."""
+    forwards = [f"{stage}F{index}" for stage in range(stages) for index in range(microbatches)]
+    backwards = [f"{stage}B{index}" for stage in reversed(range(stages)) for index in range(microbatches)]
+    table = fpipe.schedules.from_table([[*forwards, *backwards]])
     return fpipe.chain(fpipe.split(microbatches), table, fpipe.merge())(fpipe.program(stages))
 
 
-def exchanged(program: Program, one: str, other: str, names: tuple[str, ...]) -> Program:
-    """The same program, but for what two ops read under some names: each reads the other's."""
+def exchange_reads(program: Program, first_cell: str, second_cell: str, names: tuple[str, ...]) -> Program:
+    """Let two ops read each other's values of these names."""
     ops = {op.cell: op for op in program.ops}
-    a, b = ops[one], ops[other]
+    a, b = ops[first_cell], ops[second_cell]
     swap = {x: y for x, y in zip(a.reads, b.reads, strict=True) if x.name in names}
     swap |= {y: x for x, y in swap.items()}
-    changed = {op.cell: op._replace(reads=tuple(swap.get(value, value) for value in op.reads)) for op in (a, b)}
-    return Program(program.inputs, tuple(changed.get(op.cell, op) for op in program.ops), program.outputs)
+    op_by_cell = {op.cell: op._replace(reads=tuple(swap.get(value, value) for value in op.reads)) for op in (a, b)}
+    return Program(program.inputs, tuple(op_by_cell.get(op.cell, op) for op in program.ops), program.outputs)
 
 
 @settings(max_examples=12)
@@ -61,21 +61,25 @@ def test_the_op_that_reads_something_else_is_the_first_wrong_one(data):
     stages, microbatches = data.draw(st.integers(2, 3)), data.draw(st.integers(2, 3))
     kind = data.draw(st.sampled_from("FB"))
     stage = data.draw(st.integers(1, stages - 1) if kind == "F" else st.integers(0, stages - 2))
-    one, other = sorted(data.draw(st.permutations(range(microbatches)))[:2])
-    model, params, batch = made(stages, 2 * microbatches)
+    microbatch, other_microbatch = sorted(data.draw(st.permutations(range(microbatches)))[:2])
+    model, params, batch = make_chain(stages, 2 * microbatches)
     program = stage_by_stage(stages, microbatches)
-    cells = f"{stage}{kind}{one}", f"{stage}{kind}{other}"
-    first = mismatch(exchanged(program, *cells, ("y",) if kind == "F" else ("dx",)), model, params, batch).first
-    assert first is not None
-    assert first.op.cell == cells[0]
-    assert (first.value.stage, first.value.microbatch) == (stage, one)
-    assert first.value.name in (("y",) if kind == "F" else ("dx", "g", "sum"))  # a backward adds to its sum itself
-    assert 0 < first.error < float("inf")
+    cells = f"{stage}{kind}{microbatch}", f"{stage}{kind}{other_microbatch}"
+    wrong_value = mismatch(
+        exchange_reads(program, *cells, ("y",) if kind == "F" else ("dx",)), model, params, batch
+    ).first
+    assert wrong_value is not None
+    assert wrong_value.op.cell == cells[0]
+    assert (wrong_value.value.stage, wrong_value.value.microbatch) == (stage, microbatch)
+    assert wrong_value.value.name in (
+        ("y",) if kind == "F" else ("dx", "g", "sum")
+    )  # a backward adds to its sum itself
+    assert 0 < wrong_value.error < float("inf")
 
 
 def test_the_message_says_value_op_stage_microbatch_rank_and_difference():
-    model, params, batch = made()
-    error = mismatch(exchanged(stage_by_stage(3, 3), "1F0", "1F2", ("y",)), model, params, batch)
+    model, params, batch = make_chain()
+    error = mismatch(exchange_reads(stage_by_stage(3, 3), "1F0", "1F2", ("y",)), model, params, batch)
     assert str(error).splitlines()[1] == (
         "The first wrong value: y[1,0], written by 1F0 (stage 1 (layer), microbatch 0, rank 0), is off by up to "
         f"{error.first.error:.3g}."
@@ -83,7 +87,7 @@ def test_the_message_says_value_op_stage_microbatch_rank_and_difference():
 
 
 def test_a_split_that_takes_fewer_rows_is_named_with_its_shape():
-    model, params, batch = made(rows=7)
+    model, params, batch = make_chain(rows=7)
     program = Program.parse(str(stage_by_stage(3, 3)).replace("index=0", "index=1"))
     assert "SPLIT(x[0,0]) (stage 0 (layer), microbatch 0, rank 0), is torch.float32 of shape (2, 4), and not " in str(
         mismatch(program, model, params, batch)
@@ -91,14 +95,14 @@ def test_a_split_that_takes_fewer_rows_is_named_with_its_shape():
 
 
 def test_a_transfer_that_rounds_is_named():
-    model, params, batch = made()
+    model, params, batch = make_chain()
     steps = fpipe.schedules.gpipe(3), fpipe.merge(), fpipe.communicate(cast=torch.bfloat16)
     error = mismatch(fpipe.chain(fpipe.split(3), *steps)(fpipe.program(model)), model, params, batch)
     assert (error.first.op.kind, error.first.op.cell) == ("SEND", "SEND(y[0,0]>1)")
 
 
 def test_a_backward_that_gives_something_else_each_time_is_named():
-    """Rules that remember are nobody's gradient: a step traces them once, the reference runs them each time."""
+    """A step traces such rules once, while the reference runs them each time."""
     calls = []
 
     def backward_weight(params, wres):
@@ -109,7 +113,7 @@ def test_a_backward_that_gives_something_else_each_time_is_named():
         lambda params, x: (x @ params["w"], x), lambda params, res, dy: (dy @ params["w"].T, (res, dy)), backward_weight
     )
     model = fpipe.from_functions([layer, forgetful, layer], loss=F.mse_loss)
-    _, params, batch = made()
+    _, params, batch = make_chain()
     params = params[0], {"w": params[1]["w"]}, params[2]
     steps = fpipe.split_backward(), fpipe.schedules.zb_h1(3), fpipe.merge()
     error = mismatch(fpipe.chain(fpipe.split(3), *steps)(fpipe.program(model)), model, params, batch)
@@ -117,7 +121,7 @@ def test_a_backward_that_gives_something_else_each_time_is_named():
 
 
 def test_right_values_joined_in_another_order_are_told_from_wrong_ones():
-    model, params, batch = made(1, 32)
+    model, params, batch = make_chain(1, 32)
     table = fpipe.schedules.from_table([[*(f"0F{i}" for i in range(8)), *(f"0B{i}" for i in reversed(range(8)))]])
     program = fpipe.chain(fpipe.split(8), table, fpipe.merge(order="schedule"))(fpipe.program(model))
     error = mismatch(program, model, params, batch)
@@ -128,24 +132,24 @@ def test_right_values_joined_in_another_order_are_told_from_wrong_ones():
 
 
 def test_a_tolerance_holds_for_the_first_wrong_value_too():
-    """A rounded transfer within the tolerance is not the mistake; the exchanged read behind it is."""
-    model, params, batch = made()
+    """A rounded transfer within the tolerance is not the mistake; the exchanged read after it is."""
+    model, params, batch = make_chain()
     program = fpipe.chain(fpipe.place("linear"), fpipe.communicate(cast=torch.bfloat16))(
-        exchanged(stage_by_stage(3, 3), "2F0", "2F1", ("y",))
+        exchange_reads(stage_by_stage(3, 3), "2F0", "2F1", ("y",))
     )
     error = mismatch(program, model, params, batch, rtol=0.05, atol=0.05)
     assert error.first.op.cell == "2F0"
 
 
 def test_any_function_is_proved_beside_the_reference():
-    model, params, batch = made()
-    program = split_in(model, 3)
+    model, params, batch = make_chain()
+    program = split_and_merge(model, 3)
     step = fpipe.build(program, model, trace=False)
     assert fpipe.verify(program, model, params, batch, step=step).bitwise
-    error = mismatch(program, model, params, batch, step=lambda *given: replace(step(*given), loss=torch.zeros(())))
+    error = mismatch(program, model, params, batch, step=lambda *inputs: replace(step(*inputs), loss=torch.zeros(())))
     assert str(error).endswith("The program is right, walked down op by op; the step that ran it is not.")
     with pytest.raises(ValueError, match=r"a Result with grads, loss, outputs; found no grads\.$"):
-        fpipe.verify(program, model, params, batch, step=lambda *given: replace(step(*given), grads=None))
+        fpipe.verify(program, model, params, batch, step=lambda *inputs: replace(step(*inputs), grads=None))
     with pytest.raises(ValueError, match="step= is of one replica"):
         fpipe.verify(fpipe.data_parallel()(program), model, params, batch, step=step, replicas=3)
 
@@ -153,8 +157,8 @@ def test_any_function_is_proved_beside_the_reference():
 # The undivided batch
 
 
-def split_in(model, count, **merged):
-    return fpipe.chain(fpipe.split(count), fpipe.merge(**merged))(fpipe.program(model))
+def split_and_merge(model, count, **options):
+    return fpipe.chain(fpipe.split(count), fpipe.merge(**options))(fpipe.program(model))
 
 
 GIVES_THE_SAME = "The undivided batch gives the same loss and gradients, to rounding."
@@ -162,10 +166,10 @@ COUNT = 'reduction? Where some rows do not count, return (total, count) and say 
 
 
 def test_the_undivided_batch_gives_the_same():
-    model, params, batch = made()
-    report = fpipe.verify(split_in(model, 3), model, params, batch)
+    model, params, batch = make_chain()
+    report = fpipe.verify(split_and_merge(model, 3), model, params, batch)
     assert (report.undivided, report.notes) == (GIVES_THE_SAME, ())
-    assert fpipe.verify(split_in(model, 1), model, params, batch).undivided == ""
+    assert fpipe.verify(split_and_merge(model, 1), model, params, batch).undivided == ""
 
 
 def contrastive(y, target):
@@ -173,7 +177,7 @@ def contrastive(y, target):
 
 
 LABELS = torch.tensor([0, -100, 1, 2, 3, 0, 1, 2])
-NOTED = {
+LOSSES_BY_CASE = {
     # `verify` says bitwise for a loss that is a quarter of what was meant.
     "a sum": (nn.MSELoss(reduction="sum"), None, "4 x this one .*the loss sums over its rows, so say reduction=.sum"),
     "padding": (nn.CrossEntropyLoss(), LABELS, re.escape(COUNT)),
@@ -191,60 +195,60 @@ NETS = {"plain": lambda: nn.Linear(4, 4), "dropout": nn.Dropout, "norm": lambda:
 
 @pytest.mark.parametrize("outputs", [True, False])
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("case", NOTED)
+@pytest.mark.parametrize("case", LOSSES_BY_CASE)
 def test_a_loss_that_is_no_mean_over_rows_is_noted(case: str, net: str, outputs: bool):
-    loss, target, words = NOTED[case]
+    loss, target, pattern = LOSSES_BY_CASE[case]
     layers = nn.Sequential(nn.Linear(4, 4), NETS[net]())
     model, params, state = fpipe.from_sequential(layers, stages=1, loss=loss)
     batch = torch.randn(8, 4), torch.randn(8, 4) if target is None else target
-    report = fpipe.verify(split_in(model, 4, outputs=outputs), model, params, batch, state=state, key=1)
+    report = fpipe.verify(split_and_merge(model, 4, outputs=outputs), model, params, batch, state=state, key=1)
     assert report.bitwise
-    assert re.search(words, report.undivided)
+    assert re.search(pattern, report.undivided)
     assert report.notes[-1] == report.undivided
     assert str(report).splitlines()[-1] == report.undivided
     assert (report.notes[0] == "NaN or infinite numbers in loss.") == (case == "padding alone")
 
 
 def test_a_loss_that_averages_under_a_sum_is_named():
-    model, params, batch = made(rows=7, reduction="sum")
-    report = fpipe.verify(split_in(model, 4), model, params, batch)
+    model, params, batch = make_chain(rows=7, reduction="sum")
+    report = fpipe.verify(split_and_merge(model, 4), model, params, batch)
     assert report.undivided.endswith('the loss averages over its rows, so say reduction="mean".')
 
 
 def test_few_tokens_that_do_not_count_are_told_too():
-    """A loss of 5.57124 for 5.57056 was called the same one, and rows in other microbatches to blame."""
+    """A loss of 5.57124 used to count as equal to 5.57056, and rows of other microbatches were blamed."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 50))
     model, params, _ = fpipe.from_sequential(net, 1, loss=lambda y, t: F.cross_entropy(y.transpose(1, 2), t))
     target = torch.randint(0, 50, (8, 64))
     target[0, :9] = -100
-    assert COUNT in fpipe.verify(split_in(model, 4), model, params, (torch.randn(8, 64, 4), target)).undivided
+    assert COUNT in fpipe.verify(split_and_merge(model, 4), model, params, (torch.randn(8, 64, 4), target)).undivided
 
 
 def test_a_stage_that_computes_with_other_rows_is_told_from_such_a_loss():
-    """The loss was blamed, which is the same for the outputs of all microbatches in one."""
+    """The loss used to be blamed, although the outputs of all microbatches together give an equal loss."""
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
     model, params, _ = fpipe.from_sequential(net, stages=1, loss=F.mse_loss)
-    report = fpipe.verify(split_in(model, 2), model, params, (torch.randn(8, 4), torch.randn(8, 4)))
+    report = fpipe.verify(split_and_merge(model, 2), model, params, (torch.randn(8, 4), torch.randn(8, 4)))
     assert report.notes == (report.undivided,)
     assert report.undivided.endswith("a stage computes with rows that are in other microbatches, as a batch norm does.")
 
 
 def test_autocast_rounds_more_and_is_no_difference():
-    """A plain net under bfloat16 was told that it computes with rows in other microbatches."""
+    """`verify` used to say of a plain net under bfloat16 that it computes with rows of other microbatches."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     model, params, _ = fpipe.from_sequential(net, 2, loss=F.cross_entropy)
     batch = torch.randn(24, 16), torch.randint(0, 8, (24,))
     with torch.autocast("cpu", torch.bfloat16):
-        assert fpipe.verify(split_in(model, 3), model, params, batch).undivided == GIVES_THE_SAME
+        assert fpipe.verify(split_and_merge(model, 3), model, params, batch).undivided == GIVES_THE_SAME
 
 
-def numbered(p, x, *, microbatch):
+def multiply_by_microbatch(p, x, *, microbatch):
     return x @ p["w"] * (1 + microbatch)
 
 
-def pairs(p, x):
+def view_as_pairs(p, x):
     return (x.view(2, 4) @ p["w"]) + p["b"]
 
 
@@ -254,35 +258,37 @@ def with_module(module):
 
 def with_stage(function, *asks):
     stage = fpipe.Stage(function, asks=frozenset(asks), name=function.__name__)
-    return fpipe.Model((stage,), F.mse_loss, ("batch",)), made(1)[1], None
+    return fpipe.Model((stage,), F.mse_loss, ("batch",)), make_chain(1)[1], None
 
 
 REASONS = {
     "gives others, as it may: stage 0 (0, 1) keeps state, as a batch norm": lambda: with_module(nn.BatchNorm1d(4)),
     "gives others, as it may: random numbers are drawn for each microbatch": lambda: with_module(nn.Dropout()),
-    "gives others, as it may: stage 0 (numbered) reads which microb": lambda: with_stage(numbered, "microbatch"),
-    "was not compared: it ends in RuntimeError: shape '[2, 4]'": lambda: with_stage(pairs),
+    "gives others, as it may: stage 0 (multiply_by_microbatch) reads which microb": lambda: with_stage(
+        multiply_by_microbatch, "microbatch"
+    ),
+    "was not compared: it ends in RuntimeError: shape '[2, 4]'": lambda: with_stage(view_as_pairs),
 }
 
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_differences_with_a_reason_are_no_notes(reason: str):
     model, params, state = REASONS[reason]()
-    report = fpipe.verify(split_in(model, 3), model, params, made(1)[2], state=state, key=1)
+    report = fpipe.verify(split_and_merge(model, 3), model, params, make_chain(1)[2], state=state, key=1)
     assert report.undivided.startswith(f"The undivided batch {reason}")
     assert report.notes == ()
     assert str(report).splitlines()[1:] == [report.undivided]
 
 
 def test_a_batch_that_came_cut_has_no_undivided_one():
-    model, params, (inputs, target) = made()
+    model, params, (inputs, target) = make_chain()
     program = fpipe.chain(fpipe.split(2, presplit=True), fpipe.merge())(fpipe.program(model))
     report = fpipe.verify(program, model, params, [(inputs[:2], target[:2]), (inputs[2:], target[2:])])
     assert report.undivided == "The batch came cut, so there is no undivided one to compare with."
 
 
 def test_one_row_of_a_wider_tensor_is_compared_by_its_bits():
-    """One number out of a wider tensor is contiguous, with strides that a view in bytes cannot have."""
+    """A slice of one number is contiguous, but has strides that a view in bytes cannot have."""
     model = fpipe.from_functions([lambda p, x: (x * p["w"])[:, :1]], loss=lambda y, t: (y - t).square().mean())
     batch = torch.randn(2, 3), torch.randn(2, 1)
-    assert fpipe.verify(split_in(model, 2), model, ({"w": torch.tensor(2.0)},), batch).bitwise
+    assert fpipe.verify(split_and_merge(model, 2), model, ({"w": torch.tensor(2.0)},), batch).bitwise

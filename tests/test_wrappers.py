@@ -1,4 +1,4 @@
-"""Nets as people write and wrap them: cut at stages they have their own loss and gradients, or are refused by name."""
+"""Nets as people write and wrap them keep their loss and gradients when cut, or are refused by name."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from tests.families import FAMILIES
-from tests.own_autograd import assert_own, own_autograd
+from tests.own_autograd import assert_cut_equals_net, eager_loss_and_grads
 from tests.refusals import refusals
 from tests.toys import Block, Toy, merged
 
@@ -32,7 +32,7 @@ class Chain(nn.Module):
 
 
 class TrainingStep(nn.Module):
-    """The training step of a module of Lightning as a net: it takes a batch, returns the loss, and may keep it."""
+    """A Lightning training step as a net: it takes a batch, returns the loss, and may log it."""
 
     def __init__(self, **logged: Tensor | None) -> None:
         super().__init__()
@@ -46,19 +46,19 @@ class TrainingStep(nn.Module):
 
 
 class Translator(nn.Module):
-    """torch's own transformer, its decoder causal, its encoder's output read by both layers of the decoder."""
+    """torch's transformer with a causal decoder, whose two layers both read the encoder's output."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(16, WIDTH)
-        self.both = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, batch_first=True)
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, batch_first=True)
         self.head = nn.Linear(WIDTH, 16)
 
-    def forward(self, source: Tensor, said: Tensor, padding: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        mask = nn.Transformer.generate_square_subsequent_mask(said.shape[1])
-        y = self.both(
-            self.words(source),
-            self.words(said),
+    def forward(self, source: Tensor, target: Tensor, padding: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        y = self.transformer(
+            self.embedding(source),
+            self.embedding(target),
             tgt_mask=mask,
             tgt_is_causal=True,
             src_key_padding_mask=padding,
@@ -70,12 +70,17 @@ class Translator(nn.Module):
 def translation() -> dict[str, Tensor]:
     padding = torch.zeros(ROWS, 6, dtype=torch.bool)
     padding[:, -2:] = True
-    said = torch.randint(0, 16, (ROWS, 6))
-    return {"source": torch.randint(0, 16, (ROWS, 6)), "said": said[:, :-1], "padding": padding, "labels": said[:, 1:]}
+    target = torch.randint(0, 16, (ROWS, 6))
+    return {
+        "source": torch.randint(0, 16, (ROWS, 6)),
+        "target": target[:, :-1],
+        "padding": padding,
+        "labels": target[:, 1:],
+    }
 
 
 class TwoTowers(nn.Module):
-    """Two nets side by side, compared with each other; a scale that neither of them has."""
+    """Two nets side by side whose outputs are compared, with a scale that belongs to neither."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,10 +88,10 @@ class TwoTowers(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, *, seen: Tensor, said: Tensor, smooth: float = 0.0) -> Tensor:
-        one, other = F.normalize(self.left(seen), dim=-1), F.normalize(self.right(said), dim=-1)
-        scores = self.scale.exp() * one @ other.T
-        right = torch.arange(self.rows(seen))
-        return (F.cross_entropy(scores, right, label_smoothing=smooth) + F.cross_entropy(scores.T, right)) / 2
+        left_rows, right_tower = F.normalize(self.left(seen), dim=-1), F.normalize(self.right(said), dim=-1)
+        scores = self.scale.exp() * left_rows @ right_tower.T
+        labels = torch.arange(self.rows(seen))
+        return (F.cross_entropy(scores, labels, label_smoothing=smooth) + F.cross_entropy(scores.T, labels)) / 2
 
     def rows(self, seen: Tensor) -> int:
         return seen.shape[0]
@@ -98,14 +103,14 @@ class FixedRows(TwoTowers):
 
 
 class Masked(Chain):
-    """Needs the mask that it says it may do without, as LongT5 does in an export."""
+    """A net that needs the mask it declares optional, as LongT5 does in an export."""
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return super().forward(x * attention_mask.view(-1, 1))  # pyright: ignore[reportOptionalMemberAccess]
 
 
 class Wrapped(NamedTuple):
-    """A net, its batch, where four stages end, and the leaves of which several stages add up gradients."""
+    """A net, its batch, the paths where its stages end, and the leaves whose gradients several stages add."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Any]
@@ -119,7 +124,7 @@ def rows(*shape: int) -> Tensor:
 
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
-SLOW = pytest.mark.deep
+DEEP = pytest.mark.deep
 NETS = {
     "a training step": Wrapped(
         TrainingStep,
@@ -142,28 +147,28 @@ NETS = {
 FAST = ("a training step", "two towers")
 
 
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=SLOW) for name in NETS])
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=DEEP) for name in NETS])
 def test_a_net_as_people_write_it_has_its_own_gradients(name: str) -> None:
     torch.manual_seed(0)
-    made = NETS[name]
-    net, batch = made.make(), made.batch()
-    assert_own(net, batch, made.ends, made.loss, made.summed)
+    case = NETS[name]
+    net, batch = case.make(), case.batch()
+    assert_cut_equals_net(net, batch, case.ends, case.loss, case.summed)
 
 
 def test_a_net_that_fixes_its_rows_is_told_how_it_would_not() -> None:
     inputs = {"said": rows(WIDTH), "seen": rows(WIDTH)}
-    said = f"the net fixes the {ROWS} rows of inputs['said'], as len(x) and list(x) do (x.shape[0] leaves them open)"
-    with pytest.warns(UserWarning, match=re.escape(said)):
+    warning = f"the net fixes the {ROWS} rows of inputs['said'], as len(x) and list(x) do (x.shape[0] leaves them open)"
+    with pytest.warns(UserWarning, match=re.escape(warning)):
         model, params, _ = fpipe.from_module(FixedRows(), 2, example=inputs)
     program = merged(model, 2)
-    words = "if not, take an example with as many rows as a microbatch has, or ask x.shape[0] for its rows"
-    with pytest.raises(ValueError, match=re.escape(words)):
+    message = "if not, take an example with as many rows as a microbatch has, or ask x.shape[0] for its rows"
+    with pytest.raises(ValueError, match=re.escape(message)):
         fpipe.build(program, model)(params, (inputs, None), key=KEY)
     model, params, _ = fpipe.from_module(FixedRows(), 2, example=inputs, microbatches=2)
     assert fpipe.verify(program, model, params, (inputs, None), key=KEY).bitwise
 
 
-def cut(net: nn.Module, **inputs: Tensor) -> Any:
+def cut_in_two(net: nn.Module, **inputs: Tensor) -> Any:
     return fpipe.from_module(net, 2, example=(inputs or rows(WIDTH), rows(WIDTH)), loss=F.mse_loss)
 
 
@@ -172,15 +177,15 @@ test_what_cannot_be_cut_is_refused_with_its_name_and_the_way_out = refusals(
     globals(),
     """
 # It ended in torch's own error about the stateless API.
-cut(nn.DataParallel(Chain()))
+cut_in_two(nn.DataParallel(Chain()))
     ValueError: module '' (DataParallel) makes copies of its module as it runs; a stage computes with parameters
 # It ended in torch's own error about .grad(), which names neither the net nor what to do in it.
-cut(RECOMPUTED)
+cut_in_two(RECOMPUTED)
     ValueError: Toy cannot be exported, so there is nothing to cut: ValueError:
     torch.utils.checkpoint(use_reentrant=True) has a backward that no trace captures; set
     use_reentrant=False, or use fpipe.checkpoint()
 # LongT5 ended in "'NoneType' object has no attribute 'shape'", and a mask helps.
-cut(Masked())
+cut_in_two(Masked())
     ValueError: ; the example has no attention_mask, with which it may. Change the
 fpipe.from_module(TrainingStep(loss=None), 2, example=((rows(WIDTH), rows(WIDTH)), None))
     ValueError: self.logged['loss'] was assigned during export
@@ -189,28 +194,28 @@ fpipe.from_module(TrainingStep(loss=None), 2, example=((rows(WIDTH), rows(WIDTH)
 
 
 def test_a_mask_that_the_net_needs_is_among_its_inputs() -> None:
-    assert cut(Masked(), x=rows(WIDTH), attention_mask=torch.ones(ROWS))[0].inputs
+    assert cut_in_two(Masked(), x=rows(WIDTH), attention_mask=torch.ones(ROWS))[0].inputs
 
 
 @pytest.mark.deep
 def test_a_model_of_transformers_may_have_its_checkpoints_on() -> None:
-    """What recomputes in a pipeline is said by the program: the net's own checkpoints are no part of the trace."""
+    """The program says what is recomputed: a net's own checkpoints are no part of the trace."""
     hf = pytest.importorskip("transformers")
     torch.manual_seed(0)
     net, batch = FAMILIES["Llama"].make(hf), FAMILIES["Llama"].batch()
     net.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
     model, params, _ = fpipe.from_module(net, 2, example=batch)
     program = merged(model, PARTS, fpipe.schedules.zb_h1(2))
-    found = fpipe.join_params(model, fpipe.build(program, model)(params, batch, key=KEY).grads)
-    _, right = own_autograd(net, batch, PARTS, key=KEY, ends=("model.layers.1",))
-    assert [name for name, grad in right.items() if not torch.equal(found[name], grad)] == []
+    grads = fpipe.join_params(model, fpipe.build(program, model)(params, batch, key=KEY).grads)
+    _, expected = eager_loss_and_grads(net, batch, PARTS, key=KEY, ends=("model.layers.1",))
+    assert [name for name, grad in expected.items() if not torch.equal(grads[name], grad)] == []
     net.activation_checkpointing_enable({"use_reentrant": True})  # pyright: ignore[reportCallIssue]
     with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be exported.*use_reentrant=True"):
         fpipe.from_module(net, 2, example=batch)
 
 
 def test_batches_as_tokenizers_make_them_are_split() -> None:
-    """A BatchEncoding is no dict for torch: it went whole to every microbatch."""
+    """A BatchEncoding is no dict for torch, so it used to go whole to every microbatch."""
     hf = pytest.importorskip("transformers")
 
     def loss(y: Tensor, target: Any) -> Tensor:
@@ -220,12 +225,12 @@ def test_batches_as_tokenizers_make_them_are_split() -> None:
     params = ({"e": torch.randn(5, 3)},)
     inputs, target = {"input_ids": torch.arange(8).view(4, 2) % 5}, {"labels": torch.randn(4, 3)}
     step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
-    found = step(params, (hf.BatchEncoding(inputs), hf.BatchFeature(target)))
-    assert torch.equal(found.grads[0]["e"], step(params, (inputs, target)).grads[0]["e"])
+    result = step(params, (hf.BatchEncoding(inputs), hf.BatchFeature(target)))
+    assert torch.equal(result.grads[0]["e"], step(params, (inputs, target)).grads[0]["e"])
 
 
 def test_outputs_of_one_model_are_inputs_of_another() -> None:
-    """A ModelOutput is a pytree for torch once transformers is imported: each microbatch gets its rows."""
+    """A ModelOutput is a pytree for torch once transformers is imported, so each microbatch gets its rows."""
     hf = pytest.importorskip("transformers.modeling_outputs")
     model = fpipe.from_functions([lambda p, x: x.last_hidden_state @ p["w"]], nn.functional.mse_loss)
     params, hidden, target = ({"w": torch.randn(3, 2)},), torch.randn(4, 3), torch.randn(4, 2)

@@ -1,5 +1,5 @@
-"""Differences between versions of torch that the tests know of: what is left out, what is other, what torch warns of
-itself. conftest.py applies them; a test asks for what is here, and never for a version."""
+"""Differences between versions of torch: tests to leave out, features, and torch's own warnings. conftest.py applies
+them; a test asks for a name in here, never for a version."""
 
 import torch
 from torch.torch_version import TorchVersion
@@ -20,7 +20,7 @@ TORCHS_OWN_WARNINGS = (
     "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
 )
 
-_TO_ITSELF = "gloo refuses what torch 2.11 sends to itself"
+_SENDS_TO_ITSELF = "gloo refuses what torch 2.11 sends to itself"
 _NOT_AWAITED = "torch.accelerator.synchronize of torch 2.11 does not wait for a device that a test builds"
 _ACCELERATOR = "tests/test_fake_accelerator.py::test_every_read_waits_for_its_write"
 _RUNTIME = "tests/test_torch_runtime.py::"
@@ -28,15 +28,15 @@ _BEFORE_2_13 = {
     "tests/test_from_loss.py::test_what_no_trace_sees_is_refused": "torch 2.11 says something of its own there",
     f"{_ACCELERATOR}[built on another stream]": _NOT_AWAITED,
     f"{_ACCELERATOR}[device time]": _NOT_AWAITED,
-    f"{_RUNTIME}test_a_program_on_torchs_runtime_gives_the_gradients_of_autograd": _TO_ITSELF,
-    f"{_RUNTIME}test_stages_of_functions_run_on_torchs_runtime": _TO_ITSELF,
-    f"{_RUNTIME}test_torchs_tables_run_on_ours_and_on_its_own_with_stages_of_ours": _TO_ITSELF,
-    f"{_RUNTIME}test_what_a_stage_hands_on_is_tensors": _TO_ITSELF,
-    f"{_RUNTIME}test_inputs_that_are_a_dict_go_as_keywords": _TO_ITSELF,
-    f"{_RUNTIME}test_a_later_stage_may_look_up_what_it_was_handed": _TO_ITSELF,
-    f"{_RUNTIME}test_a_module_that_recomputes_in_its_backward_does_so_with_what_it_was_handed": _TO_ITSELF,
-    "fpipe/interop/torch_pipelining.py::fpipe.interop.torch_pipelining.runtime": _TO_ITSELF,
-    "fpipe/interop/torch_pipelining.py::fpipe.interop.torch_pipelining.stages": _TO_ITSELF,
+    f"{_RUNTIME}test_a_program_on_torchs_runtime_gives_the_gradients_of_autograd": _SENDS_TO_ITSELF,
+    f"{_RUNTIME}test_stages_of_functions_run_on_torchs_runtime": _SENDS_TO_ITSELF,
+    f"{_RUNTIME}test_torchs_tables_run_on_ours_and_on_its_own_with_stages_of_ours": _SENDS_TO_ITSELF,
+    f"{_RUNTIME}test_what_a_stage_hands_on_is_tensors": _SENDS_TO_ITSELF,
+    f"{_RUNTIME}test_inputs_that_are_a_dict_go_as_keywords": _SENDS_TO_ITSELF,
+    f"{_RUNTIME}test_a_later_stage_may_look_up_what_it_was_handed": _SENDS_TO_ITSELF,
+    f"{_RUNTIME}test_a_module_that_recomputes_in_its_backward_does_so_with_what_it_was_handed": _SENDS_TO_ITSELF,
+    "fpipe/interop/torch_pipelining.py::fpipe.interop.torch_pipelining.runtime": _SENDS_TO_ITSELF,
+    "fpipe/interop/torch_pipelining.py::fpipe.interop.torch_pipelining.stages": _SENDS_TO_ITSELF,
 }
 
 _FROM_2_15 = {
@@ -44,9 +44,9 @@ _FROM_2_15 = {
         "torch 2.15 reads no nested tensor from a file"
     ),
 }
-_LEFT_OUT = (_BEFORE_2_13 if TORCH < "2.13" else {}) | (_FROM_2_15 if TORCH >= "2.15" else {})
+_REASON_BY_TEST = (_BEFORE_2_13 if TORCH < "2.13" else {}) | (_FROM_2_15 if TORCH >= "2.15" else {})
 
 
 def reason_to_leave_out(test_id: str) -> str | None:
-    """Why a test is left out on this version of torch; None where it runs."""
-    return next((reason for name, reason in _LEFT_OUT.items() if test_id.startswith(name)), None)
+    """Return why a test is left out on this version of torch, or None if it runs."""
+    return next((reason for name, reason in _REASON_BY_TEST.items() if test_id.startswith(name)), None)

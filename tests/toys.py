@@ -1,4 +1,4 @@
-"""Toy modules of one function each, and what plain autograd makes of a net, one microbatch after the other."""
+"""Toy modules of one function each, and plain autograd over a net's microbatches."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ POLICIES: dict[str, tuple[Any, ...]] = {
 
 
 class Toy(nn.Module):
-    """A module that is one function of itself and its input. It holds tensors (or None) as buffers, and the rest, such
-    as parameters and modules, as attributes."""
+    """A module that is one function of itself and its input. Tensors and None become buffers; parameters, modules and
+    other values become attributes."""
 
-    def __init__(self, does: Callable[[Any, Any], Any], **held: Any) -> None:
+    def __init__(self, function: Callable[[Any, Any], Any], **attributes: Any) -> None:
         super().__init__()
-        self.does = does
-        for name, one in held.items():
-            if one is None or (isinstance(one, Tensor) and not isinstance(one, nn.Parameter)):
-                self.register_buffer(name, one)
+        self.function = function
+        for name, value in attributes.items():
+            if value is None or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
+                self.register_buffer(name, value)
             else:
-                setattr(self, name, one)
+                setattr(self, name, value)
 
     def forward(self, x: Any) -> Any:
-        return self.does(self, x)
+        return self.function(self, x)
 
 
 class Block(nn.Module):
-    """A residual block with whatever is asked for in the middle."""
+    """A residual block with any modules in the middle."""
 
     def __init__(self, width: int, *middle: nn.Module) -> None:
         super().__init__()
@@ -63,53 +63,55 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def twice(make: Callable[[], nn.Module]) -> nn.Sequential:
-    """Two equal stages."""
+def two_equal_stages(make_module: Callable[[], nn.Module]) -> nn.Sequential:
+    """Return a net of two equal stages."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 8), make(), nn.Tanh(), nn.Linear(8, 8), make(), nn.Tanh())
+    return nn.Sequential(nn.Linear(8, 8), make_module(), nn.Tanh(), nn.Linear(8, 8), make_module(), nn.Tanh())
 
 
 class Ops(TorchDispatchMode):
-    """How often each op runs while it is on."""
+    """Count the ops that run while this mode is on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ran = Counter[str]()
+        self.count_by_op = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ran[str(func)] += 1
+        self.count_by_op[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
-def one_by_one(net: nn.Module, batch: Any, parts: int = 4, loss: Any = nn.functional.mse_loss) -> Any:
-    """A copy of the net after plain autograd on each microbatch, with its gradients and what it remembers; outputs."""
+def run_unsplit(net: nn.Module, batch: Any, microbatches: int = 4, loss: Any = nn.functional.mse_loss) -> Any:
+    """Run plain autograd on each microbatch; return a copy of the net, with gradients and buffers, and the outputs."""
     net, outputs = copy.deepcopy(net), list[Tensor]()
-    for x, t in zip(*(half.tensor_split(parts) for half in batch), strict=True):
+    for x, t in zip(*(leaf.tensor_split(microbatches) for leaf in batch), strict=True):
         outputs.append(net(x))
         (loss(outputs[-1], t) * (len(x) / len(batch[0]))).backward()
     return net, torch.cat([output.detach() for output in outputs])
 
 
-def remembered(result: fpipe.Result) -> dict[str, Tensor]:
-    """The state that a step hands back, by the names of the net."""
+def state_by_name(result: fpipe.Result) -> dict[str, Tensor]:
+    """Return the state of a step's result by the names of the net."""
     return {name: tensor for stage in result.state or () for name, tensor in stage.items()}
 
 
-def assert_unsplit(model: fpipe.Model, result: fpipe.Result, right: nn.Module) -> None:
-    """The gradients and the state of a step are those of the unsplit net, bit by bit."""
+def assert_unsplit(model: fpipe.Model, result: fpipe.Result, expected_net: nn.Module) -> None:
+    """Assert that gradients and state of a step equal those of the unsplit net bit by bit."""
     grads = fpipe.join_params(model, result.grads)
-    trained = {name: leaf.grad for name, leaf in right.named_parameters() if leaf.requires_grad}
+    trained = {name: leaf.grad for name, leaf in expected_net.named_parameters() if leaf.requires_grad}
     assert [name for name, grad in trained.items() if not torch.equal(grads[name], grad)] == []
-    assert [name for name, one in remembered(result).items() if not torch.equal(one, right.get_buffer(name))] == []
+    assert [
+        name for name, buffer in state_by_name(result).items() if not torch.equal(buffer, expected_net.get_buffer(name))
+    ] == []
 
 
 def scripted() -> nn.Module:
-    """A layer that torch.jit has compiled."""
+    """Return a layer that torch.jit has compiled."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return torch.jit.script(nn.Linear(4, 4))
 
 
 def merged(model: fpipe.Model, microbatches: int, *steps: Any) -> fpipe.Program:
-    """The program of a step: split into microbatches, transformed, and merged."""
+    """Return the program of a step: split into microbatches, transformed, and merged."""
     return fpipe.chain(fpipe.split(microbatches), *steps, fpipe.merge())(fpipe.program(model))

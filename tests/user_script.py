@@ -27,7 +27,7 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
     return ((y - target) ** 2).mean()
 
 
-def whole(params: Params, batch: Batch) -> Tensor:
+def whole_loss(params: Params, batch: Batch) -> Tensor:
     x: Tensor = fpipe.boundary(layer(params, batch[0]))
     return loss(layer(params, x), batch[1])
 
@@ -36,7 +36,7 @@ def models(net: nn.Sequential, params: Params, batch: Batch) -> list[fpipe.Model
     of_functions = fpipe.from_functions([layer, fpipe.exchange("all_to_all", "ep"), layer], loss=loss)
     of_layers, per_stage, state = fpipe.from_sequential(net, stages=2, loss=loss, example=batch[0])
     of_module, _, _ = fpipe.from_module(net, stages=2, loss=loss, example=batch[0])
-    of_loss, _ = fpipe.from_loss(whole, params, batch)
+    of_loss, _ = fpipe.from_loss(whole_loss, params, batch)
     print(of_layers.stages[0].name, len(per_stage), len(state))
     frozen = fpipe.freeze(fpipe.evaluating(of_layers), 0)
     return [of_functions, of_module, of_loss, frozen, fpipe.deferred_batch_norm(of_layers)]
@@ -46,20 +46,20 @@ def with_skips() -> nn.Sequential:
     return nn.Sequential(fpipe.Stash("x"), nn.Linear(8, 8), fpipe.Pop("x"))
 
 
-def own_stage() -> Callable[[Params, Tensor], Tensor]:
+def custom_stage() -> Callable[[Params, Tensor], Tensor]:
     def forward(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
         return x @ params["w"], x
 
     def backward_input(params: Params, x: Tensor, dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return dy @ params["w"].T, (x, dy)
 
-    def backward_weight(params: Params, kept: tuple[Tensor, Tensor]) -> Params:
-        return {"w": fpipe.keep(kept[0].T @ kept[1])}
+    def backward_weight(params: Params, saved: tuple[Tensor, Tensor]) -> Params:
+        return {"w": fpipe.keep(saved[0].T @ saved[1])}
 
     return fpipe.custom_stage(forward, backward_input, backward_weight)
 
 
-def written(model: fpipe.Model) -> fpipe.Program:
+def make_program(model: fpipe.Model) -> fpipe.Program:
     pipeline = fpipe.chain(
         fpipe.split(8, (fpipe.Chunk(0), fpipe.Chunk(0))),
         fpipe.checkpoint("except_last"),
@@ -73,7 +73,7 @@ def written(model: fpipe.Model) -> fpipe.Program:
     return program
 
 
-def rewritten(program: fpipe.Program) -> list[fpipe.Program]:
+def transform_all(program: fpipe.Program) -> list[fpipe.Program]:
     transforms: list[Callable[[fpipe.Program], fpipe.Program]] = [
         fpipe.merge_backward(),
         fpipe.place("looped", ranks=2),
@@ -91,16 +91,16 @@ def rewritten(program: fpipe.Program) -> list[fpipe.Program]:
     return [transform(program) for transform in transforms]
 
 
-def read(program: fpipe.Program) -> list[str]:
-    first: fpipe.Op = program.ops[0]
-    value: fpipe.Value = first.writes[0]
-    taken: fpipe.Input = program.inputs[0]
-    given: fpipe.Output = program.outputs[0]
-    both = fpipe.pair(first, program.ops[1])
-    return [first.cell, str(value), str(taken.value), str(given.name), both.cell, program.to_csv()]
+def read_program(program: fpipe.Program) -> list[str]:
+    first_op: fpipe.Op = program.ops[0]
+    value: fpipe.Value = first_op.writes[0]
+    program_input: fpipe.Input = program.inputs[0]
+    output: fpipe.Output = program.outputs[0]
+    pair = fpipe.pair(first_op, program.ops[1])
+    return [first_op.cell, str(value), str(program_input.value), str(output.name), pair.cell, program.to_csv()]
 
 
-def timed(program: fpipe.Program, file: Path) -> float:
+def simulate_and_plot(program: fpipe.Program, file: Path) -> float:
     costs = fpipe.Costs(1.0, 1.0, [0.5, 1.0], transfer=0.1, bytes={"y": 8})
     cluster = fpipe.Cluster.parse("1 x 2\nin 1us 100GB/s")
     timeline: fpipe.Timeline = fpipe.simulate(program, costs, cluster=cluster)
@@ -108,25 +108,27 @@ def timed(program: fpipe.Program, file: Path) -> float:
     side_by_side: fpipe.Comparison = fpipe.compare(["gpipe", "zb_h1"], 2, 8, costs)
     fpipe.plot(program, timeline, file=file, style=fpipe.Style(width_mm=84, font_pt=7))
     print(fpipe.balance([1, 2, 3], 2), side_by_side.rows[0])
-    ways: fpipe.Plan | tuple[fpipe.Plan, ...] = fpipe.plan(costs, 2)
-    print(ways, max(timeline.peak), [event.start for event in timeline.events])
+    plans: fpipe.Plan | tuple[fpipe.Plan, ...] = fpipe.plan(costs, 2)
+    print(plans, max(timeline.peak), [event.start for event in timeline.events])
     return timeline.makespan - limits.makespan
 
 
-def searched(model: fpipe.Model, params: Sequence[Params], batch: Batch, program: fpipe.Program) -> fpipe.RunPlan:
+def search_plans(model: fpipe.Model, params: Sequence[Params], batch: Batch, program: fpipe.Program) -> fpipe.RunPlan:
     bytes_held: fpipe.Sizes = fpipe.sizes(program, model, params, batch)
     costs = fpipe.profile(program, model, params, batch)
-    found: fpipe.Found = fpipe.search(program, costs, ranks=2, microbatches=8, memory_cap=max(bytes_held.peak))
-    print(found.schedule, found.gap, found.timeline.makespan, fpipe.estimate(program, model, params, batch, flops=1e12))
+    result: fpipe.SearchResult = fpipe.search(program, costs, ranks=2, microbatches=8, memory_cap=max(bytes_held.peak))
+    print(
+        result.schedule, result.gap, result.timeline.makespan, fpipe.estimate(program, model, params, batch, flops=1e12)
+    )
     return fpipe.plan_run(model, fpipe.Machine(2), fpipe.Candidates([4, 8]), example=(params, batch))
 
 
-def trained(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params], batch: Batch) -> float:
+def train_two_steps(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params], batch: Batch) -> float:
     step: fpipe.Step = fpipe.build(program, model, runtime="threads", record=True)
     opt = fpipe.optimizer_state(program, params)
     result: fpipe.Result = step(params, batch, key=fpipe.fold_in(0, 1), opt=opt, lr=1e-3)
-    again = step(result.params, batch, opt=result.opt, lr=torch.tensor(1e-3))
-    print(result.timeline.makespan, [gradient["w"] for gradient in again.grads], again.norm.item())
+    second_result = step(result.params, batch, opt=result.opt, lr=torch.tensor(1e-3))
+    print(result.timeline.makespan, [gradient["w"] for gradient in second_result.grads], second_result.norm.item())
     return result.loss.item()
 
 
@@ -137,14 +139,14 @@ def by_torch_optim(step: fpipe.Step, params: Sequence[Params], batch: Batch, mes
     return float(norm - fpipe.global_norm(grads))
 
 
-def proven(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params], batch: Batch) -> str:
+def verify_all(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params], batch: Batch) -> str:
     try:
         report: fpipe.Report = fpipe.verify(program, model, params, batch)
         plain = fpipe.reference(model, params, batch, microbatches=8)
         fpipe.compare_grads(model, params, batch, plain.grads)
         fpipe.compare_step(model, params, batch, params, rule="SGD", lr=0.1)
-    except fpipe.GradientMismatch as wrong:
-        return str(wrong.report)
+    except fpipe.GradientMismatch as mismatch:
+        return str(mismatch.report)
     except (fpipe.ProgramError, fpipe.RankError, fpipe.StepChanged) as error:
         return str(error)
     return f"{report.bitwise} {report.max_error} {[leaf.name for leaf in report.leaves]}"
@@ -158,12 +160,12 @@ def derivatives(model: fpipe.Model, params: Params, x: Tensor) -> list[fpipe.Mod
     return [fpipe.jvp(model), fpipe.per_example(model)]
 
 
-def parts(model: fpipe.Model, program: fpipe.Program, folder: Path, mesh: DeviceMesh) -> Sequence[Params | None]:
+def use_parts(model: fpipe.Model, program: fpipe.Program, folder: Path, mesh: DeviceMesh) -> Sequence[Params | None]:
     params: Sequence[Params | None] = fpipe.init_params(model, program, rank=0, seed=1)
-    mine = fpipe.shard_params(fpipe.local_params(program, params, rank=0), mesh)
-    fpipe.save(folder, program, mine, mesh=mesh, step=3)
-    known = fpipe.load(folder, program, mine, mesh=mesh)
-    everything = fpipe.gather_state_dict(program, known.params, mesh=mesh)
+    local_params = fpipe.shard_params(fpipe.local_params(program, params, rank=0), mesh)
+    fpipe.save(folder, program, local_params, mesh=mesh, step=3)
+    loaded = fpipe.load(folder, program, local_params, mesh=mesh)
+    everything = fpipe.gather_state_dict(program, loaded.params, mesh=mesh)
     joined = fpipe.join_params(model, params)
     print(everything, fpipe.split_params(model, joined))
     return fpipe.load_params(model, program, joined)
@@ -177,7 +179,7 @@ def sgd(weight: Tensor, gradient: Tensor, state: Params, *, lr: float) -> tuple[
     return weight - lr * gradient, state
 
 
-def extended(rule: Callable[..., Sequence[Tensor]]) -> fpipe.Stage:
+def register_all(rule: Callable[..., Sequence[Tensor]]) -> fpipe.Stage:
     fpipe.register_kind("NOTE", fpipe.Kind("after"))
     fpipe.register_cost("NOTE", seconds)
     fpipe.register_meaning("NOTE", rule)
@@ -187,22 +189,22 @@ def extended(rule: Callable[..., Sequence[Tensor]]) -> fpipe.Stage:
     return fpipe.Stage(layer)
 
 
-def smallest_first(op: fpipe.Op, now: schedules.Now) -> tuple[float, int]:
-    return now.time, op.microbatch or 0
+def smallest_first(op: fpipe.Op, state: schedules.RankState) -> tuple[float, int]:
+    return state.time, op.microbatch or 0
 
 
-def one_by_one(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
+def in_order(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
     for index in range(microbatches):
         yield f"{rank}F{index}"
         yield f"{rank}B{index}"
 
 
-def own_schedules(ranks: int) -> list[Callable[[fpipe.Program], fpipe.Program]]:
+def custom_schedules(ranks: int) -> list[Callable[[fpipe.Program], fpipe.Program]]:
     schedules.register("of_mine", schedules.gpipe)
     facts: schedules.Schedule = schedules.about("zbv")
     print(facts.source, schedules.names(), schedules.get("gpipe")(2))
     return [
-        schedules.from_generator(one_by_one, ranks),
+        schedules.from_generator(in_order, ranks),
         schedules.from_priority(smallest_first, ranks),
         schedules.from_table("0F0 0B0"),
         schedules.hanayo(ranks, waves=2),
@@ -211,16 +213,16 @@ def own_schedules(ranks: int) -> list[Callable[[fpipe.Program], fpipe.Program]]:
     ]
 
 
-def exchanged(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params]) -> fpipe.Program:
+def exchange_with_torch(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params]) -> fpipe.Program:
     table = torch_pipelining.to_csv(program, format="compute_comms")
     ours = torch_pipelining.from_csv(table)
-    places = torch_pipelining.schedule(table)(ours), torch_pipelining.gathers(table)
+    placed = torch_pipelining.schedule(table)(ours), torch_pipelining.gathers(table)
     stages = torch_pipelining.stages(program, model, params)
-    print(places, torch_pipelining.runtime(program, model, stages), torch_pipelining.grads(stages))
+    print(placed, torch_pipelining.runtime(program, model, stages), torch_pipelining.grads(stages))
     return interop.from_json(interop.to_json(ours))
 
 
-def laws() -> testing.Checked:
+def check_laws() -> testing.Checked:
     try:
         return testing.check_schedule(schedules.gpipe, ranks=(2,), microbatches=(4,))
     except testing.BrokenLaw as broken:
