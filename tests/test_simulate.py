@@ -29,7 +29,7 @@ def transfers(program: Program, costs: Costs) -> list[tuple[str, int, int, float
     return [(str(value), *fields) for value, *fields in fpipe.simulate(program, costs).transfers]
 
 
-def test_an_op_starts_when_its_rank_is_free_and_what_it_reads_is_there():
+def test_an_op_starts_when_its_rank_is_free_and_its_reads_have_arrived():
     start = start_by_cell(TWO_STAGES, Costs(forward=[2, 3], backward_input=1, backward_weight=[4, 5], transfer=0.5))
     assert [start[cell] for cell in ("0F0", "1F0", "1B0", "0B0")] == [0, 2.5, 5.5, 12]
 
@@ -52,17 +52,17 @@ PEAKS_BY_CASE = {
 
 
 @pytest.mark.parametrize(("program", "peak", "released"), PEAKS_BY_CASE.values(), ids=PEAKS_BY_CASE.keys())
-def test_residuals_are_held(program: fpipe.Program, peak: tuple[int, ...], released: tuple[int, ...]):
+def test_residuals_are_held_at_their_peak(program: fpipe.Program, peak: tuple[int, ...], released: tuple[int, ...]):
     timeline = fpipe.simulate(program)
     assert (timeline.peak, timeline.peak_released) == (peak, released)
 
 
-def test_a_recomputation_costs_a_forward_unless_said():
+def test_a_recomputation_costs_a_forward_by_default():
     program = fpipe.checkpoint()(fpipe.program(1))
     assert [fpipe.simulate(program, Costs(recompute=seconds)).makespan for seconds in (None, 0.5, 0)] == [4, 3.5, 3]
 
 
-def test_the_end_of_an_op_that_takes_no_time_is_an_end_of_work():
+def test_ops_that_take_no_time_count_towards_the_makespan():
     """Only ops that took time counted: with costs of 0 and a transfer of 1 the makespan was 0, under a bound of 2."""
     program = fpipe.chain(fpipe.schedules.zb_h1(2), fpipe.merge())(fpipe.program(2))
     timeline, bounds = (
@@ -83,7 +83,7 @@ def test_ranks_of_two_digits_line_up():
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (32, 128)])
-def test_the_repl_shows_what_fits_on_a_few_lines(ranks: int, microbatches: int):
+def test_reprs_fit_on_a_few_lines(ranks: int, microbatches: int):
     """The repr used to print all ops, in 18,000 characters."""
     program = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.one_f_one_b(ranks))(fpipe.program(ranks))
     costs = fpipe.Costs(bytes={name: [1.0] * ranks for name in ("y", "dx", "res", "g", "x", "t", "w", "loss")})
@@ -99,19 +99,19 @@ def test_a_value_takes_its_bytes_over_the_bandwidth_and_then_the_latency():
         assert transfers(TWO_STAGES, costs) == [("y[0,0]", 0, 1, 1, 4), ("dx[1,0]", 1, 0, 7, 11)]
 
 
-def test_what_shares_a_link_waits_for_it():
+def test_transfers_on_one_link_follow_each_other():
     costs = Costs(transfer=1, bandwidth=1, bytes=size_of)
     outputs = [transfer for transfer in transfers(GPIPE, costs) if transfer[0].startswith("y")]
     assert outputs == [("y[0,0]", 0, 1, 1, 6), ("y[0,1]", 0, 1, 5, 10), ("y[0,2]", 0, 1, 9, 14)]
 
 
-def test_a_free_sender_goes_on_and_a_busy_one_waits_until_it_has_arrived():
+def test_a_free_sender_goes_on_and_a_busy_sender_waits_for_the_arrival():
     free, busy = (start_by_cell(GPIPE, Costs(transfer=10, sender=sender)) for sender in ("free", "busy"))
     assert [start["0F1"] for start in (free, busy)] == [1, 11]
     assert [start["1F0"] for start in (free, busy)] == [11, 11]
 
 
-def test_a_rank_that_sends_or_takes_a_value_does_nothing_else_meanwhile():
+def test_a_rank_runs_no_op_while_it_sends_or_receives():
     """Rank 1 takes y[0,1] at 6.5 although it arrived at 5, since 1F0 comes first; its transfer may be an op or not."""
     costs = Costs(forward=[1, 3], transfer=0.5, send=1, receive=0.5)
     for program in (GPIPE, fpipe.communicate()(GPIPE)):
@@ -123,7 +123,7 @@ def test_a_rank_that_sends_or_takes_a_value_does_nothing_else_meanwhile():
 
 
 @pytest.mark.parametrize(("pair", "seconds"), [("sum", 6), ("max", 4), (lambda op: 5 if op.kind == "PAIR" else 0, 5)])
-def test_a_pair_costs_the_sum_the_maximum_or_what_is_said(pair, seconds: float):
+def test_a_pair_costs_the_sum_the_maximum_or_a_given_number(pair, seconds: float):
     base = fpipe.split(2)(fpipe.program(1))
     program = fpipe.schedules.from_table([["0F0", "(0F1;0B0)", "0B1"]])(base)
     events = fpipe.simulate(program, Costs(2, 3, 1, pair=pair)).events
@@ -135,7 +135,7 @@ def offloaded(microbatches: int) -> Program:
     return fpipe.chain(fpipe.split(microbatches), fpipe.schedules.gpipe(1), fpipe.offload())(fpipe.program(1))
 
 
-def test_the_copy_lane_runs_beside_the_main_one_one_op_at_a_time():
+def test_the_copy_lane_runs_one_op_at_a_time_next_to_the_main_lane():
     events = fpipe.simulate(offloaded(2), Costs(offload=3, load=1)).events
     times = {op.cell: (start, end) for op, start, end in events if op.kind != "SPLIT"}
     main = {"0F0": (0, 1), "0F1": (1, 2), "0B0": (5, 7), "0B1": (9, 11)}
@@ -149,13 +149,13 @@ def test_a_copy_starts_no_earlier_than_the_main_op_before_it():
     assert (start["LOAD(res[0,1]@host@0)"], start["0B0"]) == (10, 10)
 
 
-def test_the_way_to_the_host_has_a_bandwidth():
+def test_copies_to_the_host_have_a_bandwidth():
     costs = Costs(offload=1, host_bandwidth=2, bytes=lambda value: 8 if value.name == "res" else 0)
     ends = {op.cell: end - start for op, start, end in fpipe.simulate(offloaded(1), costs).events}
     assert ends["OFFLOAD(res[0,0]@host)"] == ends["LOAD(res[0,0]@host@0)"] == 5
 
 
-def test_what_is_saved_in_the_span_is_saved_in_each_iteration():
+def test_the_steady_period_of_zb_h2_is_its_span():
     program = fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h2(4), fpipe.merge())(fpipe.program(4))
     timeline = fpipe.simulate(program, iterations=4)
     assert (timeline.iterations, timeline.steady) == ((27, 51, 75, 99), 24)
@@ -170,7 +170,7 @@ def test_a_forward_waits_for_the_update_of_its_parameters():
     assert (timeline.iterations[0], start_in_second_iteration["0F0"], start_in_second_iteration["1F0"]) == (6, 6, 7)
 
 
-def test_who_waits_for_whom():
+def test_waits_name_the_rank_the_op_and_its_source():
     waits = fpipe.simulate(GPIPE, Costs(transfer=1)).waits
     fields = [
         (wait.rank, wait.start, wait.end, wait.op and wait.op.cell, wait.writer and wait.writer.cell, wait.source)
@@ -187,7 +187,7 @@ def test_the_critical_path_says_why_each_step_could_not_start_before():
     assert [step.reason for step in path] == reasons
 
 
-test_what_is_no_cost_is_refused = refusals(
+test_invalid_costs_are_refused = refusals(
     globals(),
     r"""
 Costs(recompute=-1)
@@ -275,7 +275,7 @@ def test_lists_have_a_cost_for_each_stage_or_more(reading: Callable[..., object]
     assert reading(TWO_STAGES, Costs([1, 1, 9])) == reading(TWO_STAGES, Costs())
 
 
-def test_a_kind_of_ones_own_costs_what_is_said_of_each_op():
+def test_a_custom_kind_has_a_cost_for_each_op():
     """The fast pass used to ask for a cost once per stage and to take it for all microbatches."""
     if "FEE" not in KINDS:
         fpipe.register_kind("FEE", fpipe.Kind("after"))

@@ -48,7 +48,7 @@ def test_every_docstring_in_the_reference_has_an_example():
 @pytest.mark.parametrize(
     "holder", [fpipe.Result, fpipe.Timeline, fpipe.SearchResult, fpipe.RunPlan, fpipe.schedules.RankState]
 )
-def test_every_attribute_has_words(holder):
+def test_every_attribute_is_described(holder):
     """An attribute is described by its own docstring, or in the list or text of the class's docstring."""
     attributes = [name for name in vars(holder) if not name.startswith("_")]
     names = {*attributes, *(field.name for field in fields(holder))} if is_dataclass(holder) else {*holder._fields}
@@ -95,7 +95,7 @@ def test_a_docstring_becomes_restructured_text():
         ("program.py", None),
     ],
 )
-def test_code_in_a_text_links_to_the_public_name_that_it_is_about(code, name):
+def test_code_in_a_text_links_to_its_public_name(code, name):
     assert reference.target(code) == name
 
 
@@ -124,7 +124,7 @@ def test_a_name_without_a_mark_is_one_on_its_page():
     ]
 
 
-def test_a_page_of_the_root_is_a_page_of_the_site():
+def test_the_readme_is_a_page_of_the_site():
     source = ["```{include} ../README.md\n```\n"]
     reference.expand(None, "tour", source)
     assert source[0].startswith("# fpipe")
@@ -133,12 +133,12 @@ def test_a_page_of_the_root_is_a_page_of_the_site():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_first_sentence_says_for_whom_a_page_is(page):
+def test_the_first_sentence_of_a_page_names_its_readers(page):
     paragraphs = [part for part in page.read_text(encoding="utf-8").split("\n\n") if not part.startswith(("#", "```"))]
     assert not paragraphs or "whoever" in paragraphs[0].partition(". ")[0]
 
 
-def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
+def test_dead_links_are_listed(tmp_path: Path):
     (tmp_path / "a.html").write_text(
         '<a id="top" href="b.html#there">b</a> <a href="#top">a</a> <a href="https://x.y">'
     )
@@ -146,7 +146,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
     assert links.dead_links(tmp_path) == {"b.html": ["a.html#no", "c.html"]}
 
 
-def test_the_site_is_not_needed_here():
+def test_sphinx_is_not_imported():
     assert "sphinx" not in sys.modules
 
 
@@ -160,7 +160,7 @@ def test_every_page_is_in_the_list_of_pages():
 @pytest.mark.parametrize(
     "page", [*PAGES, *sorted(reference.PAGES.glob("*.md")), reference.ROOT / "README.md"], ids=lambda page: page.name
 )
-def test_what_a_page_links_to_is_there(page):
+def test_links_between_pages_resolve(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page

@@ -32,7 +32,7 @@ def block(p: dict[str, Tensor], x: Tensor, *, carry: tuple[Tensor, Tensor] | Non
 
 
 def head(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Project each position by itself; nothing is carried."""
+    """Project each position separately; nothing is carried."""
     return torch.nn.functional.layer_norm(x, (WIDTH,), p["scale"]) @ p["w"]
 
 
@@ -144,7 +144,7 @@ def enter(p: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "count"])
-def test_gradients_of_inputs_are_put_together_along_the_sequence(reduction: str):
+def test_gradients_of_inputs_are_joined_along_the_sequence(reduction: str):
     """Inputs that every slice takes whole add their gradients like parameters: from the last slice back, microbatch
     after microbatch, divided once by the count. They used to be refused."""
     x, target = sequences()
@@ -162,7 +162,7 @@ def test_gradients_of_inputs_are_put_together_along_the_sequence(reduction: str)
         assert torch.equal(traced[name], walked[name])
 
 
-def test_a_stream_has_one_output_for_each_microbatch_whatever_the_slices():
+def test_a_stream_has_one_output_per_microbatch_for_any_number_of_slices():
     """A stream used to have one output per slice, which the next pipeline does not take and `verify` could not
     compare."""
     model, params, batch = attention_model(), params_of(), sequences()
@@ -177,7 +177,7 @@ def test_a_stream_has_one_output_for_each_microbatch_whatever_the_slices():
     assert fpipe.verify(program, model, params, batch).bitwise
 
 
-def test_metrics_of_slices_are_weighed_as_the_references_are():
+def test_metrics_of_slices_have_the_weights_of_the_reference():
     """The step weighed metrics by shares and the reference by rows, so they sometimes differed in the last bit."""
 
     def loss_with_metric(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def test_a_stream_of_metrics_has_one_for_each_call_of_the_loss():
     assert fpipe.verify(program, model, params, (x, target)).bitwise
 
 
-def test_sequences_may_be_anywhere():
+def test_any_dim_may_be_the_sequence():
     """Time is dim 0, rows are dim 1, and one input has no time."""
 
     def stage(p: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:

@@ -73,14 +73,14 @@ def test_buffers_and_gradients_are_those_of_the_unsplit_module(schedule, momentu
     assert all(torch.equal(initial_state[name], tensor) for name, tensor in net.state_dict().items())
 
 
-def test_state_is_verified_too():
+def test_verify_compares_state():
     _, _, model, params, state = cut_conv_net()
     report = fpipe.verify(merged(model, 4, SCHEDULES["1f1b"]), model, params, (X, CLASSES), state=state)
     assert report.bitwise
     assert any(leaf.name == "state[2]['7.running_var']" for leaf in report.leaves)
 
 
-def test_a_change_of_mode_is_refused_with_the_way_out():
+def test_a_change_of_mode_is_refused():
     net = conv_net()
     model, params, state = fpipe.from_sequential(net, stages=3, loss=CROSS)
     net[4].eval()
@@ -89,7 +89,7 @@ def test_a_change_of_mode_is_refused_with_the_way_out():
         fpipe.build(fpipe.program(model), model)(params, (X, CLASSES), state=state)
 
 
-def test_what_a_recompute_would_write_is_written_once():
+def test_a_recompute_writes_no_state():
     model, _, _ = fpipe.from_sequential(conv_net(), stages=3, loss=CROSS)
     program = merged(model, 4, fpipe.checkpoint())
     assert all(value.name == "res" for op in program.ops if op.kind == "R" for value in op.writes)
@@ -116,7 +116,7 @@ READINGS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", READINGS)
-def test_readings_leave_everything_as_they_found_it(name: str):
+def test_readings_change_nothing(name: str):
     """Parameters, gradients, buffers, random numbers and modes stay. Dry runs of PipeDream and Paddle changed them."""
     torch.manual_seed(1)
     blocks = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), parametrizations.spectral_norm(nn.Linear(8, 8))]
@@ -183,7 +183,7 @@ def test_without_batch_norms_nothing_is_deferred():
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_equal_stages_remember_each_their_own(deferred: bool):
+def test_equal_stages_keep_separate_state(deferred: bool):
     """Equal stages share a trace. Statistics went by the norm's name, which differs by stage, so the step fell back to
     autograd."""
     blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(3)]
@@ -325,7 +325,7 @@ def cut_reader(name: str) -> tuple[nn.Sequential, nn.Module, fpipe.Model, Any, A
 @pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("name", READERS)
-def test_a_forward_that_reads_what_it_writes_is_the_unsplit_modules(name: str, trace: bool):
+def test_a_forward_that_reads_its_own_writes_has_the_unsplit_modules_bits(name: str, trace: bool):
     """Spectral norms and modules that write a buffer used to be refused."""
     initial_buffers = {name: buffer.clone() for name, buffer in READERS[name]().named_buffers()}
     net, expected_net, model, params, state = cut_reader(name)
@@ -339,7 +339,7 @@ def test_a_forward_that_reads_what_it_writes_is_the_unsplit_modules(name: str, t
 
 
 @pytest.mark.parametrize("name", ["a counter", "another"])
-def test_verify_and_equal_stages_know_it_too(name: str):
+def test_verify_and_equal_stages_handle_buffers_that_are_read_and_written(name: str):
     """Equal stages share a trace, whose buffers have the names of another stage."""
     _, _, model, params, state = cut_reader(name)
     program = merged(model, 4, *PLANS["1f1b, recomputed"])
@@ -357,7 +357,7 @@ def test_verify_and_equal_stages_know_it_too(name: str):
     )
 
 
-def test_forwards_that_read_what_they_write_keep_to_their_order():
+def test_forwards_that_read_their_own_writes_run_in_microbatch_order():
     model, params, state = fpipe.from_sequential(READERS["a counter"](), sizes=[3, 3], loss=MSE, example=ROWS[0])
     schedule_out_of_order = fpipe.schedules.from_table(
         [
@@ -387,7 +387,7 @@ def test_forwards_that_read_what_they_write_keep_to_their_order():
             step(params, ROWS, state=wrong_state)
 
 
-def test_in_eval_what_asks_for_its_mode_reads_constants():
+def test_buffers_are_constants_in_eval():
     net = READERS["in place"]()
     net[1].mean.fill_(0.5)
     model, params, state = fpipe.from_sequential(net.eval(), sizes=[3, 3], loss=MSE)
@@ -401,7 +401,7 @@ def test_in_eval_what_asks_for_its_mode_reads_constants():
         fpipe.build(program, model)(params, ROWS)
 
 
-def test_what_would_count_twice_is_refused():
+def test_a_write_that_a_backward_would_repeat_is_refused():
     def recompute_counter(module: Any, x: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(lambda x: module.counter(x).sin(), x, use_reentrant=False)
 
@@ -414,7 +414,7 @@ def test_what_would_count_twice_is_refused():
 
 MEAN_OWNER, MEAN_BORROWER = Centred("in place"), Centred("another")
 MEAN_BORROWER.mean = MEAN_OWNER.mean
-test_what_a_stage_remembers_has_one_home = refusals(
+test_a_written_buffer_belongs_to_one_stage = refusals(
     globals(),
     """
 fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_OWNER), sizes=[1, 2], example=ROWS[0])
@@ -443,7 +443,7 @@ NORMS = {
 @pytest.mark.crossed
 @pytest.mark.parametrize("steps", [(), (fpipe.split_backward(), fpipe.checkpoint("always"))], ids=["B", "R I W"])
 @pytest.mark.parametrize(("norm", "x"), NORMS.values(), ids=NORMS.keys())
-def test_statistics_are_eagers_for_every_kind_of_norm(norm: nn.Module, x: Tensor, steps: tuple[Transform, ...]):
+def test_statistics_equal_eager_ones_for_every_kind_of_norm(norm: nn.Module, x: Tensor, steps: tuple[Transform, ...]):
     net, target = nn.Sequential(nn.Sequential(copy.deepcopy(norm), nn.Tanh())), torch.zeros_like(x)
     model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE)
     pipeline = fpipe.chain(fpipe.split(4), *steps, fpipe.schedules.one_f_one_b(1), fpipe.merge())
@@ -458,7 +458,7 @@ def test_statistics_are_eagers_for_every_kind_of_norm(norm: nn.Module, x: Tensor
     assert all(torch.equal(state[0][name], buffer) for name, buffer in net.named_buffers())
 
 
-def test_a_momentum_that_is_changed_between_steps_is_that_of_the_step():
+def test_a_step_uses_the_present_momentum():
     net = conv_net(0.1)
     model, params, state = fpipe.from_sequential(net, stages=1, loss=CROSS)
     step = fpipe.build(merged(model, 4), model)
@@ -470,7 +470,7 @@ def test_a_momentum_that_is_changed_between_steps_is_that_of_the_step():
         assert all(torch.equal(leaf, expected_buffers[name]) for stage in result.state for name, leaf in stage.items())
 
 
-def test_what_is_not_finite_is_told_of_the_op_that_wrote_it():
+def test_numbers_that_are_not_finite_are_blamed_on_their_writer():
     """The update inside of a forward would be blamed otherwise."""
     model, params, state = fpipe.from_sequential(conv_net(), stages=3, loss=CROSS)
     step = fpipe.build(merged(model, 4), model, check_finite=True)
@@ -485,7 +485,7 @@ def run_unread_norm(module: Any, x: Tensor) -> Tensor:
     return module.one(x)
 
 
-def test_a_norm_that_nobody_reads_is_updated_all_the_same():
+def test_a_norm_whose_output_is_unused_is_updated():
     """The forward had no op that could write these statistics, and the build raised LookupError."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), Toy(run_unread_norm, one=nn.BatchNorm1d(8), other=nn.BatchNorm1d(8)))
@@ -498,7 +498,7 @@ def test_a_norm_that_nobody_reads_is_updated_all_the_same():
         assert all(torch.equal(buffer, expected_net.get_buffer(name)) for name, buffer in state_by_name(result).items())
 
 
-def test_running_statistics_may_be_one_number_expanded():
+def test_running_statistics_may_be_an_expanded_number():
     """No op can write an expanded tensor in place, so the build used to fail inside torch."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
@@ -506,7 +506,7 @@ def test_running_statistics_may_be_one_number_expanded():
     assert fpipe.verify(merged(model, 4, fpipe.schedules.one_f_one_b(2)), model, params, ROWS, state=state).bitwise
 
 
-def test_threads_that_run_one_norm_take_turns_in_looking_at_its_mode_too():
+def test_threads_check_the_mode_of_a_shared_norm_in_turn():
     """A norm that ran on another thread had no buffers, and was reported as switched to eval."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
     model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
@@ -553,7 +553,7 @@ WRONG_STATISTICS: dict[str, tuple[Any, Callable[[Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG_STATISTICS)
 @pytest.mark.parametrize("trace", [True, False, None], ids=["traced", "by autograd", "reference"])
-def test_statistics_of_other_channels_are_refused(case: str, trace: bool | None):
+def test_statistics_with_another_number_of_channels_are_refused(case: str, trace: bool | None):
     """With too few channels the update silently read and wrote past the end of the statistics."""
     norm_class, change, sentence = WRONG_STATISTICS[case]
     norm = norm_class(3, track_running_stats=True)
@@ -601,7 +601,7 @@ SHIFTED: dict[str, Callable[[], nn.Sequential]] = {
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SHIFTED)
-def test_what_a_norm_has_seen_may_be_changed_in_place_later(name: str, policy: str, trace: bool):
+def test_the_input_of_a_norm_may_be_written_in_place_later(name: str, policy: str, trace: bool):
     """The update silently read the changed input, and the running variance was twice too large."""
     net = SHIFTED[name]()
     model, params, state = fpipe.from_sequential(net, sizes=[1, 1], loss=MSE)
@@ -634,7 +634,7 @@ def run_by_name(model: fpipe.Model, params: Any) -> dict[str, Callable[[], Any]]
 @pytest.mark.crossed
 @pytest.mark.parametrize("run", ["traced", "by autograd", "reference", "verify", "example"])
 @pytest.mark.parametrize("place", ["stage", "loss"])
-def test_a_function_leaves_what_the_modules_it_closes_over_remember(place: str, run: str):
+def test_a_function_leaves_the_state_of_modules_in_its_closure(place: str, run: str):
     """The first step used to count each microbatch twice, and `verify` once more, although all gradients were right."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=place == "stage"))
     if place == "stage":
@@ -653,7 +653,7 @@ def test_a_function_leaves_what_the_modules_it_closes_over_remember(place: str, 
 
 
 @pytest.mark.parametrize("trace", [True, False])
-def test_a_function_that_asks_for_state_hands_it_to_its_module(trace: bool):
+def test_a_function_can_pass_state_to_its_module(trace: bool):
     """A function can bind its state by functional_call, as the refusal suggests."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
 
@@ -670,7 +670,7 @@ def test_a_function_that_asks_for_state_hands_it_to_its_module(trace: bool):
 
 @pytest.mark.parametrize("run", ["traced", "by autograd", "reference"])
 @pytest.mark.parametrize("name", ["count", "held.0", "net.weight"])
-def test_a_function_changes_no_tensor_that_it_closes_over(name: str, run: str):
+def test_a_function_writes_no_tensor_of_its_closure(name: str, run: str):
     """The first step used to count its microbatches twice, and its output depended on their order."""
     count, lists, net = torch.zeros(()), [torch.zeros(())], nn.Linear(8, 8)
     changes: dict[str, Callable[[], Any]] = {

@@ -125,7 +125,7 @@ class Spare(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-def test_what_no_forward_reads_is_handed_on_too():
+def test_unused_parameters_are_gathered():
     net = Spare()
     model, program, result = train_one_step(net, "from_module")
     state_dict: Any = fpipe.gather_state_dict(program, result.params, model=model)
@@ -133,7 +133,7 @@ def test_what_no_forward_reads_is_handed_on_too():
     assert all(torch.equal(state_dict[name], leaf) for name, leaf in net.spare.state_dict(prefix="spare.").items())
 
 
-def test_a_net_on_meta_hands_on_what_was_loaded():
+def test_loaded_params_of_a_net_on_meta_are_gathered():
     loaded_net = nn.Sequential(linear(), Shifted(), nn.BatchNorm1d(WIDTH), linear())
     with torch.device("meta"):
         meta_net = nn.Sequential(linear(), Shifted(), nn.BatchNorm1d(WIDTH), linear())
@@ -162,7 +162,7 @@ def gather_on_rank(rank: int, file: str) -> list[str] | None:
     return [*state_dict]
 
 
-def test_ranks_hand_on_one_net(pair: Processes, tmp_path: Path):
+def test_ranks_gather_one_state_dict(pair: Processes, tmp_path: Path):
     file = tmp_path / "net.safetensors"
     names, rank_1_names = pair.run(gather_on_rank, str(file))
     assert rank_1_names is None
@@ -190,7 +190,7 @@ def gather_without_values(rank: int, rank_with_values: int) -> list[str] | str:
     return [*(state_dict or ())]
 
 
-def test_frozen_parameters_come_from_rank_0_whatever_the_others_have(pair: Processes):
+def test_frozen_parameters_come_from_rank_0(pair: Processes):
     """A rank whose net is on meta used to refuse alone, while rank 0 waited for its tensors."""
     names, rank_1_names = pair.run(gather_without_values, 0)
     assert "1.bias" in names
@@ -203,7 +203,7 @@ def test_frozen_parameters_come_from_rank_0_whatever_the_others_have(pair: Proce
 FUNCTIONS = fpipe.from_functions([lambda p, x: x * p["w"]], MSE)
 NORM, NORM_PARAMS, NORM_STATE = fpipe.from_sequential(nn.Sequential(nn.BatchNorm1d(WIDTH)), 1, loss=MSE)
 ONE_STAGE = fpipe.program(1)
-test_what_is_no_whole_net_is_refused = refusals(
+test_incomplete_nets_are_refused = refusals(
     globals(),
     """
 fpipe.gather_state_dict(ONE_STAGE, ({"w": torch.ones(1)},), model=FUNCTIONS)
@@ -216,7 +216,7 @@ fpipe.gather_state_dict(ONE_STAGE, NORM_PARAMS, model=NORM, state=())
 )
 
 
-def test_gradients_are_gathered_without_those_that_are_none():
+def test_missing_gradients_are_left_out():
     """A parameter that the loss does not read has no gradient, for which gathering used to be refused."""
     program = fpipe.program(2)
     grads = ({"w": torch.ones(2), "spare": None}, {"v": torch.zeros(1)})

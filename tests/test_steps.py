@@ -57,7 +57,7 @@ def run_plain_loop(net: nn.Module, batches: list[Any], delays: list[int], clip: 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h2", "interleaved", "zbv", "dualpipe", "roundpipe"])
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, {"record": True}], ids=repr)
-def test_steps_follow_each_other_as_in_a_loop(schedule: str, clip: float | None, options: dict[str, Any]):
+def test_steps_have_the_bits_of_a_plain_loop(schedule: str, clip: float | None, options: dict[str, Any]):
     net, step_batches = net_of(), batches(3)
     stages = 2 if schedule in ("one_f_one_b", "zb_h2", "dualpipe") else 4
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
@@ -80,7 +80,9 @@ def test_steps_follow_each_other_as_in_a_loop(schedule: str, clip: float | None,
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize(("stale", "delays"), [(1, [1, 1, 1, 1]), (2, [2, 2, 2, 2]), ("stash", [3, 2, 1, 0])])
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
-def test_stale_steps_are_a_loop_with_the_same_delays(stale: Any, delays: list[int], clip: Any, options: dict[str, Any]):
+def test_stale_steps_have_the_bits_of_a_loop_with_equal_delays(
+    stale: Any, delays: list[int], clip: Any, options: dict[str, Any]
+):
     net, step_batches = net_of(), batches(5)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
     program = program_of(model, fpipe.steps(5, stale=stale), fpipe.schedules.one_f_one_b(4), clip=clip)
@@ -127,7 +129,7 @@ def test_pipedream_stashes_a_version_for_each_microbatch_in_flight():
     )
 
 
-def test_running_statistics_go_on_from_step_to_step():
+def test_running_statistics_pass_from_step_to_step():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     twin, step_batches = copy.deepcopy(net), batches(2)
@@ -150,7 +152,7 @@ PERIODS = {  # p=4, m=8, F=I=W=1, UPDATE=.5: in turn; with a clip; one step stal
 
 
 @pytest.mark.parametrize("name", PERIODS)
-def test_the_time_from_step_to_step_is_the_published_one(name: str):
+def test_the_period_of_steps_is_the_published_one(name: str):
     chunks = 2 if name == "zbv" else 1
     schedule = fpipe.schedules.get(name)(4)
     costs = fpipe.Costs(1 / chunks, 1 / chunks, 1 / chunks, update=0.5 / chunks)
@@ -256,7 +258,7 @@ def test_two_processes_take_several_steps(pair: Processes, schedule: str, stages
     assert pair.run(differences_on_rank, schedule, stages, stale) == [rank_0_output, []]
 
 
-def test_verify_compares_steps_with_a_loop_and_finds_what_is_wrong():
+def test_verify_compares_steps_with_a_loop_and_names_mistakes():
     model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
     step_batches = batches(2)
     program = program_of(model, fpipe.schedules.one_f_one_b(2), fpipe.steps(2), clip=0.05)
@@ -285,7 +287,7 @@ def test_verify_compares_steps_with_a_loop_and_finds_what_is_wrong():
 
 
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
-def test_each_step_draws_by_its_own_key(options: dict[str, Any]):
+def test_each_step_uses_its_own_key(options: dict[str, Any]):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
@@ -318,7 +320,7 @@ def test_steps_are_recorded_and_watched():
         watched_step(params, batches(2), opt=fpipe.tree.tree_map(lambda leaf: leaf + torch.inf, opt), lr=0.1)
 
 
-def test_an_order_in_which_a_step_cannot_run_again_is_refused_by_its_transform():
+def test_an_order_that_cannot_repeat_a_step_is_refused_by_its_transform():
     """The build used to refuse it, with a circle in a table that has none."""
     table = fpipe.schedules.from_table("0F0 0F1 0F2 0F3 0B2 0B0 0B1 0B3 \n 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
     validated = fpipe.update("SGD", clip=1.0, validate="after")

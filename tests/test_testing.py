@@ -62,7 +62,7 @@ def check_small(schedule: Callable[[int], Transform]) -> object:
     return check_schedule(schedule, ranks=(1, 2), microbatches=(1, 2, 3), examples=20)
 
 
-test_a_schedule_that_breaks_a_law_is_told_which_at_the_smallest_size = refusals(
+test_a_broken_law_is_named_at_the_smallest_size = refusals(
     globals(),
     """
 check_small(deadlocked)

@@ -52,7 +52,7 @@ MET: set[int] = set()
 
 @torch.library.custom_op("fpipe_tests::meet", mutates_args=())
 def meet(x: Tensor) -> Tensor:
-    """Copy x in an op that a trace keeps; its first call on each thread waits for the call on the other thread."""
+    """Copy x in an op that a trace keeps; its first call on a thread waits for a call on the second thread."""
     if MEETING and threading.get_ident() not in MET:
         MET.add(threading.get_ident())
         MEETING[0].wait()
@@ -64,7 +64,7 @@ meet.register_autograd(lambda ctx, dy: dy)
 
 
 def test_ranks_run_at_the_same_time():
-    """Each rank blocks in its first forward until the other rank is in its first forward too."""
+    """Each rank blocks in its first forward until both ranks are there."""
     _, step = local_and_threaded_steps(*[lambda p, x: meet(x * p["w"])] * 2, schedule=fpipe.schedules.dualpipe(2))
     step(PARAMS, ROWS)
     MET.clear()
@@ -77,7 +77,7 @@ def test_ranks_run_at_the_same_time():
 
 
 @pytest.mark.parametrize("runtime", ["local", "threads"])
-def test_one_reading_of_the_clock_tells_when_an_op_began_and_when_it_ended(runtime: str):
+def test_recorded_ops_of_a_rank_do_not_overlap(runtime: str):
     """From the second step on (the first also counts bytes), ops of a rank follow each other, without their waits."""
     model, params, _ = fpipe.from_sequential(blocks(), stages=4, loss=MSE)
     program = pipeline_program(model, fpipe.schedules.zbv(2))
@@ -111,7 +111,7 @@ def raise_for_microbatch_2(p: Any, x: Tensor, *, microbatch: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
-def test_what_a_stage_raises_says_where_and_the_next_step_works():
+def test_an_error_of_a_stage_names_its_op_and_the_next_step_works():
     _, step = local_and_threaded_steps(times_w, raise_for_microbatch_2)
     good_batch, bad_batch = (torch.ones(8), torch.zeros(8)), (torch.full((8,), 1e4), torch.zeros(8))
     expected = step(PARAMS, good_batch)

@@ -64,7 +64,7 @@ def make_batch(rows=7):
     return torch.randn(rows, 6), torch.randn(rows, 6)
 
 
-def test_skips_are_the_values_that_they_are_by_hand():
+def test_skips_give_the_outputs_of_plain_code():
     """Behaviour 17. Schedules and balances are tested by `property_tests/test_whole_laws.py`."""
     net, batch = unet(), make_batch()
     model, params, _ = fpipe.from_sequential(net, sizes=[1, 4, 2, 5], loss=F.mse_loss)
@@ -87,7 +87,7 @@ def test_a_skip_travels_once_from_its_rank_to_its_readers(sizes):
     assert sorted((end, start) for start, end in transfers if start > end) == sorted(TRANSFERS_BY_SIZES[sizes])
 
 
-def test_a_skip_that_is_an_output_anyway_is_not_handed_on_twice():
+def test_a_skip_that_is_an_output_is_sent_once():
     net = nn.Sequential(nn.Linear(6, 6), Stash("s"), nn.Tanh(), nn.Tanh(), Pop("s", add))
     model, _, _ = fpipe.from_sequential(net, sizes=[2, 1, 2], loss=F.mse_loss)
     assert model.inputs == ("batch", 0, (1, 0))
@@ -159,7 +159,7 @@ def cut_two_views():
     return cut_sequential(first, second, sizes=[1, 1])
 
 
-test_what_cannot_be_is_refused = refusals(
+test_impossible_skips_and_ties_are_refused = refusals(
     globals(),
     """
 Pop('a', 3)

@@ -44,7 +44,7 @@ from fpipe.torch_private.dispatch import (
 from fpipe.torch_private.fx import count_traced_ops, hide_make_fx, refuse_compiled_functions, trace_on_fakes
 
 
-def test_errors_of_autograd_are_known_by_their_sentences():
+def test_errors_of_autograd_are_recognized_by_their_sentences():
     with pytest.raises(RuntimeError) as error_info:
         torch.ones(2, requires_grad=True).add_(1)
     assert is_leaf_write_error(error_info.value), (
@@ -73,7 +73,7 @@ def test_an_op_is_an_overload_with_a_kernel():
     assert has_kernel(op.name(), "CPU"), "torch no longer says which ops have kernels: custom ops cannot be traced"
 
 
-def test_an_op_tells_what_it_takes_and_mutates():
+def test_schemas_say_which_arguments_an_op_mutates():
     op = torch.ops.aten.add_.Tensor
     self_argument, *_ = schema_arguments(op)
     assert [self_argument.name, self_argument.alias_info.is_write] == ["self", True], (
@@ -87,14 +87,14 @@ def test_an_op_tells_what_it_takes_and_mutates():
     assert c_function_of(op)(x, 1) is x, "graphs run, but call some ops by their slow overload"
 
 
-def test_an_op_made_of_others_is_made_of_others_for_a_while():
+def test_a_composite_op_is_overridden_for_a_while():
     labels = torch.tensor([1, 0])
     with override_kernel("one_hot", lambda self, num_classes=-1: self + num_classes):
         assert torch.nn.functional.one_hot(labels, 2).tolist() == [3, 2], "a trace does not look at labels of one_hot"
     assert torch.nn.functional.one_hot(labels, 2).tolist() == [[0, 1], [1, 0]], "torch's own one_hot is gone"
 
 
-def test_a_storage_that_is_gone_is_known_to_be():
+def test_freed_storages_are_recognized():
     x = torch.ones(2)
     weak = StorageWeakRef(x.untyped_storage())
     assert not weak.expired()
@@ -102,7 +102,7 @@ def test_a_storage_that_is_gone_is_known_to_be():
     assert weak.expired(), "memory that is used again would be taken for that of the tensor before"
 
 
-def test_views_and_functions_are_known_to_autograd():
+def test_autograd_tells_views_and_custom_functions():
     x = torch.ones(2, requires_grad=True)
     assert [is_view(x), is_view(x[:1])] == [False, True], "a view turned in place is traced, and its gradient is wrong"
 
@@ -115,7 +115,7 @@ def test_views_and_functions_are_known_to_autograd():
     assert function_behind(Twice.apply(x).grad_fn) is Twice, "a Function of one's own is taken for an op of torch's"
 
 
-def test_a_function_of_torch_compile_is_told():
+def test_compiled_functions_are_recognized():
     assert is_compiled(torch.compile(lambda x: x)), "from_loss traces what torch.compile made, without a word"
 
 
@@ -125,13 +125,13 @@ def test_tensors_are_multiplied_in_one_call():
 
 
 @pytest.mark.parametrize("name", ["add", "linear", "relu_", "linalg_inv", "special_erf", "fft_fft"])
-def test_functions_in_c_are_where_they_were(name: str):
+def test_c_functions_are_in_their_namespaces(name: str):
     assert any(hasattr(namespace, name) for namespace in NAMESPACES), (
         "graphs run, but call each op by its slow overload"
     )
 
 
-def test_a_dispatch_mode_is_left_out_for_a_while():
+def test_dispatch_modes_are_switched_off_for_a_while():
     class Refusing(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             raise AssertionError("the mode is on: generators and constants cannot be read while a stage is traced")
@@ -140,7 +140,7 @@ def test_a_dispatch_mode_is_left_out_for_a_while():
         torch.ones(2) + 1
 
 
-def test_no_mode_is_on_for_a_while():
+def test_all_modes_are_switched_off_for_a_while():
     class Refusing(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             raise AssertionError("a mode is on: nets of DTensors are traced twice, and cannot be exported")
@@ -154,7 +154,7 @@ def test_views_share_a_storage():
     assert storage_of(x[1:]) == storage_of(x) != storage_of(x.clone()), "storages are not told apart: memory is wrong"
 
 
-def test_fake_tensors_are_known():
+def test_fake_tensors_are_recognized():
     with fake_mode_class()():
         assert in_fake_mode(), "a mode of fake tensors is not seen: a trace would be handed real ones"
         assert isinstance(torch.ones(2), fake_tensor_class()), "fake tensors are of another class: they leak unseen"
@@ -186,7 +186,7 @@ def test_a_function_is_made_functional():
     assert as_functional(lambda x: x.clone().add_(1))(x).tolist() == [2, 2], "ops in place cannot be rewritten"
 
 
-def test_a_function_is_traced_with_the_ops_that_run_without_a_trace():
+def test_a_trace_has_the_ops_of_an_untraced_run():
     attention = nn.MultiheadAttention(4, 2, batch_first=True).eval().requires_grad_(False)
     counts: list[int] = []
 
@@ -208,7 +208,7 @@ def test_a_function_is_traced_with_the_ops_that_run_without_a_trace():
     assert torch.ops.aten._native_multi_head_attention.default in calls[1], "frozen attention has others of its bits"
 
 
-def test_a_compiled_function_is_not_traced_for():
+def test_a_compiled_function_refuses_a_trace():
     compiled = torch.compile(lambda x: x + 1, backend="eager")
     with refuse_compiled_functions(), pytest.raises(RuntimeError, match="symbolically trace a dynamo-optimized"):
         compiled(torch.ones(2))

@@ -55,7 +55,7 @@ class BranchOnFoundRows(nn.Module):
         return x if len(rows) == 0 else x * 2
 
 
-def test_an_export_says_that_it_ends_since_python_looks_at_data() -> None:
+def test_an_export_that_depends_on_data_is_recognized() -> None:
     with pytest.raises(Exception, match="data-dependent") as error_info:
         torch.export.export(BranchOnFoundRows(), (torch.ones(4, 4),), strict=False, dynamic_shapes=AUTO_ROWS)
     assert private.is_data_dependence(error_info.value), "an export ends in another error where Python looks at data"
@@ -71,7 +71,7 @@ def test_contexts_are_calls_of_graphs_in_an_export() -> None:
         assert body.op == "get_attr", f"{call} has another number of settings before the graph that it calls"
 
 
-def test_vmap_is_seen_in_an_export() -> None:
+def test_vmap_is_recognized_in_an_export() -> None:
     class Maps(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.vmap(torch.sin)(x)
@@ -80,7 +80,7 @@ def test_vmap_is_seen_in_an_export() -> None:
     assert any(map(private.is_of_vmap, nodes)), "vmap is other nodes in an export: it would be cut, not refused"
 
 
-def test_a_call_has_its_trees() -> None:
+def test_an_exported_call_has_its_pytrees() -> None:
     inputs, output = private.call_trees(exported(), ["x"], ["y"])
     assert (inputs, output) == ((("x",), {}), {"y": "y"}), "an exported program has other specs of its call"
 

@@ -44,7 +44,7 @@ def test_each_write_moves_the_version_of_a_tensor():
     assert torch_internals.version_of(x) != version, "_version does not see writes: first values go unseen"
 
 
-def test_the_buffers_of_spectral_norms_are_known():
+def test_buffers_of_spectral_norms_are_recognized():
     parametrization = parametrizations.spectral_norm(nn.Linear(2, 2)).parametrizations.weight[0]
     buffers = modules.spectral_buffers(parametrization), modules.spectral_buffers(spectral_norm(nn.Linear(2, 2)))
     assert buffers == (["_u", "_v"], ["weight_u", "weight_v"]), (
@@ -52,7 +52,7 @@ def test_the_buffers_of_spectral_norms_are_known():
     )
 
 
-def test_weights_that_a_module_keeps_beside_its_parameters_are_known():
+def test_weights_cached_in_plain_attributes_are_recognized():
     pruned = prune.identity(nn.Linear(2, 2), "weight")
     assert "weight" in modules.cached_weights(pruned), "a pruned weight is no plain attribute any more"
     assert modules.caches_weights(pruned), "pruning is no hook any more: functional_call would leave its weight behind"
@@ -60,7 +60,7 @@ def test_weights_that_a_module_keeps_beside_its_parameters_are_known():
     assert not modules.caches_weights(nn.Linear(2, 2))
 
 
-def test_hooks_are_seen():
+def test_hooks_are_recognized():
     net, leaf = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
     assert not torch_internals.hooks_of(net)
     assert not torch_internals.has_gradient_hooks(leaf)
@@ -70,7 +70,7 @@ def test_hooks_are_seen():
     assert torch_internals.has_gradient_hooks(leaf), "a tensor's hooks are in other dicts: a stage would not run them"
 
 
-def test_modules_that_draw_are_known():
+def test_modules_that_draw_random_numbers_are_recognized():
     dropouts = nn.Dropout(), nn.AlphaDropout()
     assert all(map(torch_internals.is_dropout, dropouts)), "dropouts have no common class any more"
     pool_with_samples = nn.FractionalMaxPool2d(2, output_size=2, _random_samples=torch.rand(1, 1, 2))
@@ -87,7 +87,7 @@ def test_forward_mode_loads_without_a_warning():
     assert not run.stderr, "the derivatives of forward mode moved: jvp warns of torch.jit.script"
 
 
-def test_what_a_module_holds_is_in_three_dicts_that_bind():
+def test_the_three_dicts_of_a_module_bind_its_members():
     norm = nn.Sequential(nn.BatchNorm1d(2))
     norm_members, net_members = torch_internals.direct_members(norm[0]), torch_internals.direct_members(norm)
     assert [*norm_members.parameters] == ["weight", "bias"], "parameters are elsewhere: a frozen one would go unseen"
@@ -96,7 +96,7 @@ def test_what_a_module_holds_is_in_three_dicts_that_bind():
     assert torch.equal(norm[0].running_mean, torch.ones(2)), "buffers are elsewhere: the state of a norm would be lost"
 
 
-def test_tensors_bound_to_modules_are_told():
+def test_tensors_bound_to_modules_are_reported():
     names = list[str]()
     with torch_internals.watch_bindings(lambda module, name: names.append(name)):
         norm = nn.BatchNorm1d(2)
@@ -105,7 +105,7 @@ def test_tensors_bound_to_modules_are_told():
     assert [*dict.fromkeys(names)] == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 
 
-def test_assignments_to_modules_are_told():
+def test_assignments_to_modules_are_reported():
     names: list[str] = []
     module = nn.Linear(2, 2)
 

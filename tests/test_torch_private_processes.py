@@ -56,12 +56,12 @@ def test_the_default_store_is_found():
     assert default_store().get("word") == b"there", "ranks can no longer leave word in the default group's store"
 
 
-def test_a_store_has_more_clients():
+def test_a_store_takes_further_clients():
     clone_client(default_store()).set("more", "there")
     assert default_store().get("more") == b"there", "a watchdog waits for a store as long as its process does"
 
 
-def test_a_store_of_tcp_is_told_from_others():
+def test_a_tcp_store_is_recognized():
     tcp = dist.PrefixStore("more", dist.TCPStore("localhost", 0, is_master=True))
     served = is_served_by_process(tcp), is_served_by_process(default_store())
     assert served == (True, False), "nobody is named any longer when the process that keeps the store is lost"
@@ -71,7 +71,7 @@ def test_a_group_tells_its_backend_for_a_device():
     assert backend_on(world_group(), CPU).name() == "gloo", "fpipe can no longer tell gloo from NCCL"
 
 
-def test_collectives_go_as_one_where_a_backend_can():
+def test_collectives_are_coalesced_where_a_backend_can():
     with coalesce(world_group(), [CPU, CPU]) as joint:
         pass
     assert joint == [], "gloo is taken for a backend that starts collectives as one"
@@ -82,13 +82,13 @@ def test_a_group_tells_its_timeout():
     assert timeout_of(world_group()) == timedelta(seconds=7), "steps no longer wait as long as their process group"
 
 
-def test_rows_are_cut_behind_another_cut_of_rows():
+def test_rows_are_sharded_after_another_shard_of_rows():
     placement = strided_shard(2)
     facts = placement.dim, placement.split_factor, placement.is_replicate(), placement.is_partial()
     assert facts == (0, 2, False, False), "shards of what a stage's processes share are put together in another order"
 
 
-def test_gloo_makes_connections_beside_those_of_a_group():
+def test_gloo_makes_connections_next_to_a_groups_own():
     gloo_backend = create_gloo(backend_on(world_group(), CPU), default_store(), 0, 1, timedelta(seconds=7))
     assert gloo_backend.size() == 1, "gloo's connections can no longer be made by hand: what goes down shares those up"
 

@@ -169,7 +169,7 @@ def run_torch_table(rank: int, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OUR_NAME_BY_TORCH_NAME)
-def test_torchs_tables_run_on_ours_and_on_its_own_with_stages_of_ours(pair: Processes, name: str):
+def test_torchs_tables_run_on_both_runtimes_with_stages_of_ours(pair: Processes, name: str):
     assert pair.run(run_torch_table, name) == [[], []]
 
 
@@ -220,7 +220,7 @@ def step_with(rows: int, target: Any, model: fpipe.Model = PLAIN) -> Any:
 
 
 NET, (NET_PARAMS, _), _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
-test_what_one_process_is_handed_is_checked = pytest.mark.usefixtures("group_of_one")(
+test_inputs_of_one_process_are_checked = pytest.mark.usefixtures("group_of_one")(
     refusals(
         globals(),
         """
@@ -249,7 +249,7 @@ step_with(4, torch.ones(4, WIDTH), model_of(lambda p, x: (x, 3), multiply))
 )
 
 
-def test_inputs_that_are_a_dict_go_as_keywords(group_of_one: None):
+def test_a_dict_of_inputs_becomes_keywords(group_of_one: None):
     model = model_of(lambda p, x: x["a"] * p["w"] + x["b"], multiply)
     program = program_on_two(model, schedule=ON_RANK_0)
     runtime = torch_pipelining.runtime(program, model, WEIGHTS)
@@ -262,7 +262,7 @@ def test_inputs_that_are_a_dict_go_as_keywords(group_of_one: None):
     assert str(error_info.value.__cause__).startswith("the inputs of a batch are one or several tensors, or a dict as")
 
 
-def test_a_later_stage_may_look_up_what_it_was_handed(group_of_one: None):
+def test_a_later_stage_may_index_by_its_input(group_of_one: None):
     """Torch learns shapes on uninitialized memory, whose numbers are in no table."""
     model = model_of(lambda p, x: (x[0] * p["w"], x[1]), lambda p, x: x[0] + p["table"][x[1]])
     program = program_on_two(model, schedule=ON_RANK_0)
@@ -285,7 +285,7 @@ def recompute_inner(module: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "schedule", ["0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", "0F0 1F0 0F1 1F1 1I0 1W0 0I0 0W0 1I1 1W1 0I1 0W1"]
 )
-def test_a_module_that_recomputes_in_its_backward_does_so_with_what_it_was_handed(group_of_one: None, schedule: str):
+def test_a_module_recomputes_in_its_backward_with_the_params_of_the_step(group_of_one: None, schedule: str):
     """The net has other weights by then."""
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Toy(recompute_inner, inner=nn.Linear(WIDTH, WIDTH)))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)

@@ -1,4 +1,4 @@
-"""Traced steps: when a trace is made, which stages share it, what it computes and holds, and steps without a trace."""
+"""Traced steps: when a trace is made, which stages share it, its results and memory, and steps without a trace."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_equal_stages_share_one_trace(traced: list[str]):
     assert traced.count("trace") == 2  # a stage and the loss
 
 
-def test_equal_blocks_share_one_trace_inside_of_stages_too(traced: list[str]):
+def test_equal_blocks_inside_of_stages_share_one_trace(traced: list[str]):
     """Stages with an embedding or a head next to equal blocks used to be traced as a whole."""
     layers = {"embed": nn.Linear(32, 64), "blocks": nn.Sequential(*(attention() for _ in range(4)))}
     net = Toy(lambda module, x: module.head(module.blocks(module.embed(x))), **layers, head=nn.Linear(64, 32))
@@ -80,7 +80,7 @@ def test_equal_blocks_share_one_trace_inside_of_stages_too(traced: list[str]):
     assert traced.count("trace") == len(parts)
 
 
-def test_an_example_without_data_is_traced_for_at_once(traced: list[str]):
+def test_an_example_without_data_is_traced_at_once(traced: list[str]):
     model, params, batch = blocks()
     meta = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program(model), model, example=meta)
@@ -114,7 +114,9 @@ def checkpointed(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("stage", "traces"), [(needs_input_grad, 2), (checkpointed, 1)])
 @pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),)])
-def test_a_gradient_that_may_ask_what_is_wanted_is_traced_as_it_is_wanted(stage, traces, steps, traced: list[str]):
+def test_stages_whose_backward_asks_for_needed_gradients_are_traced_for_each_need(
+    stage, traces, steps, traced: list[str]
+):
     """The stage that takes the batch used to run the trace of later stages, whose inputs need a gradient."""
     params, batch = tuple({"w": torch.randn(8, 8)} for _ in range(3)), (torch.randn(8, 8), torch.randn(8, 8))
     model = fpipe.from_functions([lambda p, x: stage(p, x)] * 3, loss=lambda y, target: squares(y, target))
@@ -156,7 +158,7 @@ def flops(run: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def test_a_step_multiplies_as_often_as_autograd_and_a_recompute_once_more():
+def test_a_step_has_the_flops_of_autograd_and_a_recompute_adds_a_forward():
     net = nn.Sequential(*(attention(16, 2) for _ in range(3)))
     model, params, _ = fpipe.from_sequential(net, stages=3, loss=squares)
     batch = torch.randn(6, 8, 16), torch.randn(6, 8, 16)
@@ -213,7 +215,7 @@ class Peak(TorchDispatchMode):
 PERCEPTRON = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
 
 
-def test_residuals_that_are_read_again_stay():
+def test_residuals_stay_unless_it_is_their_last_read():
     params, x = {"w": torch.randn(4, 4)}, torch.randn(2, 4)
     linearized = fpipe.linearize(lambda p, x: torch.tanh(x @ p["w"]), params, x)
     y, res = linearized.forward(params, x)
@@ -231,7 +233,7 @@ def test_residuals_that_are_read_again_stay():
     ids=["attention", "perceptron"],
 )
 @pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),)], ids=["B", "I W"])
-def test_no_more_is_alive_inside_a_step_than_inside_autograds(net: nn.Module, x: Tensor, steps):
+def test_a_step_needs_no_more_memory_than_autograd(net: nn.Module, x: Tensor, steps):
     target = torch.randn_like(x)
     for leaf in net.parameters():
         leaf.grad = torch.zeros_like(leaf)
@@ -338,7 +340,7 @@ LAYOUTS: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_batch_of_another_layout_is_cut_already_or_goes_whole(name: str):
+def test_a_batch_of_another_layout_is_presplit_or_replicated(name: str):
     """Such a batch used to end in an error of torch, about narrow() or strides."""
     to_layout, product, kind = LAYOUTS[name]
     model = fpipe.from_functions([lambda p, x: product(x, p["w"])], lambda y, t: (y * t.sum()).sum(), reduction="sum")
@@ -379,7 +381,7 @@ def filled(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("stage", [assigned, filled])
-def test_a_tensor_whose_data_is_assigned_is_what_it_was_assigned(stage: Any):
+def test_a_tensor_with_assigned_data_has_the_new_data(stage: Any):
     """A trace silently went on with the tensor's former data, with wrong outputs and gradients."""
     model = fpipe.from_functions([stage], loss=squares)
     params, (x, t) = ({"w": torch.randn(4, 4)},), torch.randn(2, 6, 4)
@@ -389,7 +391,7 @@ def test_a_tensor_whose_data_is_assigned_is_what_it_was_assigned(stage: Any):
     assert equal_bits(step(params, (x, t)), fpipe.reference(model, params, (x, t), microbatches=3))
 
 
-def test_what_torch_func_saves_cannot_be_counted():
+def test_bytes_that_torch_func_saves_cannot_be_recorded():
     """The error used to be torch's, which asks to open an issue."""
 
     def slope(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -401,7 +403,7 @@ def test_what_torch_func_saves_cannot_be_counted():
         run(({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4)))
 
 
-def test_an_error_of_the_numbers_is_raised_as_it_is():
+def test_an_error_that_depends_on_numbers_is_raised_without_a_second_run():
     """After any RuntimeError the step used to run again without a trace, even if it was out of memory."""
     calls: list[int] = []
 
@@ -458,7 +460,7 @@ def linear_of_another(linear: nn.Linear) -> nn.Module:
     return Toy(lambda module, x: x @ module.other[0].weight.detach().t(), other=[linear])
 
 
-def test_a_module_that_reaches_another_shares_no_trace():
+def test_a_module_that_reads_another_module_shares_no_trace():
     first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     net = nn.Sequential(first, linear_of_another(first), second, linear_of_another(first))
     model, params, _ = fpipe.from_sequential(net, sizes=[2, 2], loss=squares)
@@ -474,7 +476,7 @@ def test_an_operand_that_repeats_one_number_is_not_probed():
     assert equal_bits(result, fpipe.reference(model, params, batch, microbatches=2))
 
 
-def test_attention_that_wants_no_gradient_is_one_op_in_a_step():
+def test_attention_without_gradients_is_one_op_in_a_step():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
     model, params, _ = fpipe.from_sequential(nn.Sequential(layer, nn.Linear(8, 8)), stages=2, loss=squares)
     step, batch = fpipe.build(program(model, m=2), model, audit="never"), (torch.randn(4, 3, 8), torch.randn(4, 3, 8))
@@ -484,7 +486,7 @@ def test_attention_that_wants_no_gradient_is_one_op_in_a_step():
     assert ops.count_by_op["aten._transformer_encoder_layer_fwd.default"] == 2
 
 
-def test_a_leaf_that_cannot_be_compared_is_said_to_be_the_reason():
+def test_a_leaf_that_cannot_be_compared_is_named_as_the_reason():
     model = fpipe.from_functions([lambda p, x: x["x"] @ p["w"]], loss=squares)
     params, x, target = ({"w": torch.randn(4, 4)},), torch.randn(4, 4), torch.randn(4, 4)
     step = fpipe.build(fpipe.program(model), model)
@@ -533,7 +535,7 @@ LOOKS: dict[str, Callable[[Tensor], bool]] = {
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("position", [0, 1])
-def test_what_autograd_knows_of_a_tensor_is_answered_as_without_a_trace(position: int, look: str):
+def test_autograd_attributes_of_a_tensor_read_as_without_a_trace(position: int, look: str):
     """An input of the batch used to run the trace of later stages, if equal ops ran with other numbers."""
 
     def needs_input_grad(p: Any, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from tests.processes import Processes, free_port
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def test_the_page_shows_the_smallest_example_and_what_it_prints():
+def test_the_page_shows_the_smallest_example_and_its_output():
     page = (EXAMPLES.parent / "docs" / "running.md").read_text()
     script = EXAMPLES / "two_ranks.py"
     assert f"```py\n{script.read_text()}```" in page
@@ -30,7 +30,7 @@ def test_the_page_shows_the_smallest_example_and_what_it_prints():
 
 
 def run_script(rank: int, script: Path, port: int) -> str:
-    """Return what a script prints in a process that torchrun might have started."""
+    """Run a script in a process that torchrun might have started, and return its prints."""
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -48,7 +48,7 @@ def train(rank: int, arguments_typed: list[str]) -> tuple[int, int]:
 
 
 def train_on(ranks: int, *command_lines: list[str]) -> list[Any]:
-    """Run one training after the other on these ranks; return the results of each rank."""
+    """Run trainings one by one on these ranks; return the results of each rank."""
     processes = Processes(ranks)
     try:
         return [processes.run(train, command_line) for command_line in command_lines]
@@ -69,7 +69,9 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("ranks", "other_ranks"), [(2, 3), pytest.param(4, 2, marks=pytest.mark.deep)])
-def test_it_goes_on_bit_by_bit_on_other_ranks_and_another_schedule(tmp_path: Path, ranks: int, other_ranks: int):
+def test_a_training_resumes_bit_by_bit_on_other_ranks_and_another_schedule(
+    tmp_path: Path, ranks: int, other_ranks: int
+):
     stopped, full, resumed = (str(tmp_path / name) for name in ("half", "whole", "resumed"))
     blocks = ["--blocks", str(ranks), "--steps", "3"]
     runs = train_on(ranks, [*blocks, "--stop", "2", "--save", stopped], [*blocks, "--check", "--save", full])
@@ -84,7 +86,7 @@ def test_it_goes_on_bit_by_bit_on_other_ranks_and_another_schedule(tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_replicas_train_as_one_process_does_and_go_on_with_another_number_of_them(tmp_path: Path):
+def test_replicas_train_as_one_process_does_and_resume_with_another_number(tmp_path: Path):
     folder, arguments = str(tmp_path / "half"), ["--steps", "3", "--blocks", "1", "--check"]
     stopped_run = [*arguments, "--replicas", "2", "--stop", "2", "--save", folder]
     runs = train_on(4, stopped_run, [*arguments, "--replicas", "4", "--resume", folder])
@@ -101,7 +103,7 @@ def llama(rank: int) -> tuple[float, float, float]:
     return train(arguments(["--gather", "use", "--steps", "1"]), Console(quiet=True))
 
 
-def test_a_llama_from_meta_holds_what_it_was_told_and_what_the_page_says(four: Processes):
+def test_a_llama_from_meta_holds_the_bytes_of_its_estimate_and_of_the_page(four: Processes):
     page = (EXAMPLES.parent / "docs" / "large_models.md").read_text()
     results = four.run(llama)
     assert len({loss for loss, *_ in results}) == 1

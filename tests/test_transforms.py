@@ -27,7 +27,7 @@ def test_chain_of_chains_is_one_chain():
     "transform",
     [fpipe.chain(), fpipe.identity(), fpipe.checkpoint("never"), fpipe.merge_backward(), fpipe.communicate()],
 )
-def test_what_has_nothing_to_do_changes_nothing(transform):
+def test_transforms_without_work_change_nothing(transform):
     assert transform(SPLIT) == SPLIT
 
 
@@ -35,11 +35,11 @@ def test_what_has_nothing_to_do_changes_nothing(transform):
     ("split", "microbatches"),
     [(fpipe.split(1), 1), (fpipe.split(size=3, rows=10), 4), (fpipe.split(8, rows=5, allow_fewer=True), 5)],
 )
-def test_split_makes_as_many_as_said_as_rows_need_or_one_a_row(split, microbatches: int):
+def test_split_makes_a_number_of_microbatches_by_count_size_or_rows(split, microbatches: int):
     assert split(CHAIN).microbatches == microbatches
 
 
-def test_each_stage_that_takes_from_the_batch_gets_its_own_slice():
+def test_each_stage_that_reads_the_batch_gets_its_own_slice():
     program = fpipe.split(2)(fpipe.program(3, inputs=("batch", 0, (1, "batch"))))
     assert kinds(program, "SPLIT") == ["SPLIT(x[0,0])", "SPLIT(x[2,0])", "SPLIT(x[0,1])", "SPLIT(x[2,1])"]
 
@@ -49,7 +49,7 @@ def test_merge_without_outputs_writes_no_logits():
     assert not any(value.name == "y" and value.stage == 2 for op in program.ops for value in op.writes)
 
 
-def test_merge_with_losses_keeps_each():
+def test_merge_with_losses_keeps_each_loss():
     names = [str(output.name) for output in fpipe.merge(losses=True)(SPLIT).outputs]
     assert names[1:5] == [f"losses[,{index}]" for index in range(4)]
 
@@ -70,7 +70,7 @@ def test_a_recomputed_forward_keeps_no_residuals(policy: str):
     assert writers == ["R", "R", "R"]
 
 
-def test_inside_a_group_only_what_enters_it_is_kept():
+def test_a_checkpoint_group_keeps_only_its_inputs():
     program = fpipe.chain(fpipe.split(2), fpipe.checkpoint(groups=[(0, 1), (2,)]), fpipe.merge())(CHAIN)
     reads_by_cell = {op.cell: [str(value) for value in op.reads] for op in program.ops if op.kind == "R"}
     assert (reads_by_cell["1R0"], reads_by_cell["2R0"]) == (
@@ -79,14 +79,14 @@ def test_inside_a_group_only_what_enters_it_is_kept():
     )
 
 
-def test_groups_commute_with_the_rest():
+def test_checkpoint_groups_commute_with_other_transforms():
     group = fpipe.checkpoint(groups=[(0, 1), (2, 3)])
     steps = [fpipe.split_backward(), fpipe.schedules.one_f_one_b(2), fpipe.merge()]
     base = fpipe.split(3)(DAG)
     assert fpipe.chain(group, *steps)(base) == fpipe.chain(*steps, group)(base)
 
 
-def test_merging_backwards_leaves_those_apart():
+def test_merging_backwards_leaves_separated_halves():
     table = [["0F0", "0F1", "0I0", "0W0", "0I1", "0F2", "0W1", "0B2"]]
     program = fpipe.chain(fpipe.split(3), fpipe.schedules.from_table(table), fpipe.merge_backward())(fpipe.program(1))
     assert program.table() == [["0F0", "0F1", "0B0", "0I1", "0F2", "0W1", "0B2"]]
@@ -97,7 +97,7 @@ def test_placements_by_name(name: str, placed: str):
     assert fpipe.place(name, ranks=3)(fpipe.program(len(placed))).placement == (*map(int, placed),)
 
 
-def test_schedules_of_one_chunk_a_rank_keep_places_that_go_up():
+def test_schedules_of_one_chunk_a_rank_keep_ascending_placements():
     """`place([0, 0, 0, 1])` before 1F1B used to be replaced silently by equal shares."""
     schedules = [fpipe.schedules.get(name)(2) for name in ("gpipe", "one_f_one_b", "zb_h1", "one_f_one_b_overlap")]
     schedules.append(fpipe.schedules.from_priority(lambda op, now: op.microbatch, 2))
@@ -108,7 +108,7 @@ def test_schedules_of_one_chunk_a_rank_keep_places_that_go_up():
         assert fpipe.chain(fpipe.place("looped", ranks=2), schedule)(fpipe.program(4)).placement == (0, 0, 1, 1)
 
 
-def test_parameters_live_where_it_is_said():
+def test_parameters_live_at_their_homes():
     program = fpipe.place([0, 1, 0], homes={0: [2], 1: [2], 2: [2]})(CHAIN)
     assert {port.homes for port in program.inputs if port.value.name == "params"} == {(2,)}
     assert {port.homes for port in program.outputs if port.name.name == "grads"} == {(2,)}
@@ -138,27 +138,27 @@ def test_every_value_is_freed_right_after_its_last_read():
             assert all(last_reader[value] is previous for value in op.reads)
 
 
-def test_parameters_that_travel_do_so_for_each_reader():
+def test_parameters_may_be_sent_to_each_reader():
     placed = fpipe.chain(fpipe.split(2), fpipe.place("linear", homes=lambda stage: [3]))
     program = fpipe.communicate(again=("params",))(placed(CHAIN))
     sends = [op for op in program.ops if op.kind == "SEND" and op.reads[0].name == "params"]
     assert len(sends) == len(kinds(program, "F", "B"))
 
 
-def test_a_recompute_that_others_wait_for_takes_its_tick():
+def test_a_recompute_that_another_stage_reads_takes_a_tick():
     """Its start was taken for its end, and the program read a value before it was written."""
     recomputed = fpipe.chain(fpipe.split(3), fpipe.checkpoint(groups=[range(2)]))
     program = fpipe.chain(recomputed, fpipe.place([0, 0]), fpipe.communicate())(fpipe.program(2))
     assert fpipe.Program.parse(str(program)) == program
 
 
-def test_outputs_can_be_dropped_after_they_were_merged():
+def test_merged_outputs_can_be_dropped():
     dropped_at_once = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))
     dropped_later = fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.merge(outputs=False))
     assert dropped_later(fpipe.program(2)) == dropped_at_once(fpipe.program(2))
 
 
-def test_transfers_that_are_there_are_used_again():
+def test_existing_transfers_are_reused():
     program = fpipe.chain(fpipe.split(2), fpipe.place("bidirectional"), fpipe.communicate())(fpipe.program(2))
     halved = fpipe.chain(fpipe.split_backward(), fpipe.communicate())(program)
     assert len(kinds(halved, "SEND")) == len(kinds(program, "SEND"))
@@ -170,7 +170,7 @@ def test_results_with_several_homes_cost_the_same_before_and_after_communicate()
     assert fpipe.simulate(fpipe.communicate()(program), costs).makespan == fpipe.simulate(program, costs).makespan
 
 
-def test_a_cell_of_four_letters_is_text_and_no_key():
+def test_a_cell_of_four_letters_is_read_as_text():
     """Rows of keys are looked up at once; 0F10 has four letters as a key has four parts, and would name nothing."""
     base = fpipe.split(11)(fpipe.program(1))
     cells = [f"0{kind}{index}" for kind in "FB" for index in range(11)]

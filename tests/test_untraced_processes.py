@@ -124,7 +124,7 @@ def test_stages_that_look_at_data_have_the_bits_of_autograd(pair: Processes, cas
 @pytest.mark.parametrize(
     "options", [{"trace": False}, {"record": True}, {"check_finite": True, "check_batch": "always"}], ids=str
 )
-def test_options_of_a_build_hold_for_them_too(pair: Processes, options: dict[str, Any]):
+def test_options_of_a_build_hold_for_stages_that_look_at_data(pair: Processes, options: dict[str, Any]):
     assert pair.run(differences_in_steps, "traced, then routed", "ZB-H1", options) == [[], []]
 
 
@@ -184,7 +184,7 @@ def equal_results(rank: int, name: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", FLOWS)
-def test_whatever_flows_is_known_to_all(pair: Processes, name: str):
+def test_carries_state_and_casts_pass_between_traced_and_untraced_stages(pair: Processes, name: str):
     assert pair.run(equal_results, name) == [[True] * 4] * 2
 
 
@@ -239,9 +239,7 @@ def answers_of_failing(rank: int, failing_stage: int, fault: str) -> list[Any]:
 
 @pytest.mark.parametrize("fault", ["odd", "negative"])
 @pytest.mark.parametrize("failing_stage", [0, 1])
-def test_what_such_a_stage_raises_ends_all_ranks_and_so_does_a_shape_that_depends_on_the_data(
-    pair: Processes, failing_stage: int, fault: str
-):
+def test_an_error_or_a_shape_that_depends_on_data_ends_all_ranks(pair: Processes, failing_stage: int, fault: str):
     shape = (
         rf"stage {failing_stage} \(select_rows\) runs without a trace, and {failing_stage}F1 wrote "
         rf"y\[{failing_stage},1\] as float32\[4, 6\] .*, "
@@ -281,7 +279,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_no_rank_can_know_or_send_is_refused_when_the_step_is_built(pair: Processes, case: str):
+def test_values_that_cannot_be_sent_are_refused_by_the_build(pair: Processes, case: str):
     for answer in pair.run(build_error, case):
         assert re.search(REFUSED[case], answer, re.DOTALL)
 
@@ -305,7 +303,7 @@ def differences_of_tied(rank: int) -> list[str]:
     return differing_fields(rank, program, result, fpipe.reference(model, params, rows(), microbatches=4))
 
 
-def test_a_sum_of_a_tied_parameter_travels_whether_or_not_it_was_read(pair: Processes):
+def test_a_tied_parameters_gradient_is_sent_even_if_unread(pair: Processes):
     assert pair.run(differences_of_tied) == [[], []]
 
 
@@ -317,7 +315,7 @@ def build_warnings(rank: int) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_the_rank_of_a_stage_is_warned_of_it(pair: Processes):
+def test_only_the_rank_of_an_untraced_stage_warns(pair: Processes):
     rank_0_warnings, (rank_1_warning,) = pair.run(build_warnings)
     assert rank_0_warnings == []
     assert rank_1_warning.startswith(
@@ -339,8 +337,8 @@ def test_an_expert_without_rows_ends_no_traces_in_one_process():
 
 
 @pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),), (fpipe.checkpoint(),)], ids=["B", "I W", "R"])
-def test_what_autograd_keeps_is_recorded(steps: Any):
-    """A recorded step used to run all stages under autograd if one of them had no trace."""
+def test_residuals_that_autograd_keeps_are_recorded(steps: Any):
+    """A recorded step used to run all stages under autograd if one had no trace."""
     params = params_of([smooth, smooth])
     model = fpipe.from_functions([lambda p, x: torch.tanh(x @ p["w"]) * x.sum().sign().item()] * 2, squares)
     pipeline = fpipe.chain(fpipe.split(4), *steps, fpipe.schedules.one_f_one_b(2), fpipe.merge())

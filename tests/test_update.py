@@ -180,7 +180,7 @@ GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", GROUPS)
-def test_groups_have_settings_by_name_and_the_first_that_fits_counts(case: str):
+def test_the_first_group_that_fits_a_name_gives_its_settings(case: str):
     (rule, settings, groups), net, batch = GROUPS[case], net_of(), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
     program = updating_program(model, fpipe.schedules.gpipe(2), rule, None, groups=groups, **settings)
@@ -196,7 +196,7 @@ def test_groups_have_settings_by_name_and_the_first_that_fits_counts(case: str):
 
 
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=str)
-def test_other_numbers_of_a_rule_are_inputs_of_a_step_where_the_program_does_not_say_them(options: dict[str, Any]):
+def test_settings_that_the_program_leaves_open_are_inputs_of_a_step(options: dict[str, Any]):
     net, batch, decays = net_of(), rows(8), [0.3, 0.2, None]
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
     groups = {"*bias": {"weight_decay": 0.0}}
@@ -287,7 +287,7 @@ def step_by_own_rule(rule: Any, **settings: Any) -> Any:
         fpipe.meaning.optimizers.rules.RULES.pop("Own")
 
 
-def test_a_rule_of_ones_own_may_look_at_its_numbers():
+def test_a_custom_rule_may_look_at_its_numbers():
     """Custom rules run outside of a trace, as torch's own do."""
     moved = step_by_own_rule(lambda p, g, s, lr: (p - lr * g if g.item() > 0 else p + 1, s))
     assert moved.item() == 3.0 - 0.5 * 2.0
@@ -486,7 +486,7 @@ def differences_on_shards(rank: int, gather: str, clip: float | None, steps: int
     ("gather", "clip", "steps"),
     [("step", None, 1), ("use", None, 1), ("use", 0.05, 1), ("step", 0.05, 2), ("use", None, 2)],
 )
-def test_shards_are_updated_as_the_whole_is(four: Processes, gather: str, clip: float | None, steps: int):
+def test_shards_are_updated_as_whole_parameters_are(four: Processes, gather: str, clip: float | None, steps: int):
     assert four.run(differences_on_shards, gather, clip, steps) == [[]] * 4
 
 
@@ -498,7 +498,7 @@ def addresses(per_stage: Any) -> list[int]:
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1", "interleaved", "roundpipe", "dualpipe"])
 @pytest.mark.parametrize("runtime", ["local", "threads"])
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_what_is_donated_is_overwritten_and_has_the_same_bits(schedule: str, runtime: Any, clip: float | None):
+def test_donated_tensors_are_overwritten_with_the_same_bits(schedule: str, runtime: Any, clip: float | None):
     net, batch, lrs = net_of(), rows(8), [0.02, 0.01, 0.003]
     stages = 2 if schedule in ("one_f_one_b", "dualpipe") else 4
     pipeline_net = copy.deepcopy(net)
@@ -532,7 +532,7 @@ def test_a_donated_version_that_is_read_later_is_kept():
     assert all(map(torch.equal, fpipe.tree.leaves(result.params), fpipe.tree.leaves(pure.params)))
 
 
-def test_a_step_that_fails_says_that_what_was_donated_is_gone():
+def test_a_failed_step_says_that_donated_tensors_are_gone():
     calls = []
 
     def loss(y: Tensor, t: Tensor) -> Tensor:
@@ -559,7 +559,7 @@ def test_a_step_that_fails_says_that_what_was_donated_is_gone():
         fpipe.meaning.optimizers.rules.RULES.pop("Boom")
 
 
-def test_sizes_count_what_an_update_holds():
+def test_sizes_count_the_memory_of_an_update():
     net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     batch, weight_bytes = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4

@@ -57,7 +57,7 @@ def exchange_reads(program: Program, first_cell: str, second_cell: str, names: t
 
 @settings(max_examples=12)
 @given(st.data())
-def test_the_op_that_reads_something_else_is_the_first_wrong_one(data):
+def test_an_op_with_an_exchanged_read_is_the_first_wrong_one(data):
     stages, microbatches = data.draw(st.integers(2, 3)), data.draw(st.integers(2, 3))
     kind = data.draw(st.sampled_from("FB"))
     stage = data.draw(st.integers(1, stages - 1) if kind == "F" else st.integers(0, stages - 2))
@@ -101,7 +101,7 @@ def test_a_transfer_that_rounds_is_named():
     assert (error.first.op.kind, error.first.op.cell) == ("SEND", "SEND(y[0,0]>1)")
 
 
-def test_a_backward_that_gives_something_else_each_time_is_named():
+def test_a_backward_that_changes_with_each_call_is_named():
     """A step traces such rules once, while the reference runs them each time."""
     calls = []
 
@@ -120,7 +120,7 @@ def test_a_backward_that_gives_something_else_each_time_is_named():
     assert (error.first.op.kind, error.first.op.stage, error.first.value.name) == ("W", 1, "g")
 
 
-def test_right_values_joined_in_another_order_are_told_from_wrong_ones():
+def test_values_joined_in_another_order_are_told_from_wrong_values():
     model, params, batch = make_chain(1, 32)
     table = fpipe.schedules.from_table([[*(f"0F{i}" for i in range(8)), *(f"0B{i}" for i in reversed(range(8)))]])
     program = fpipe.chain(fpipe.split(8), table, fpipe.merge(order="schedule"))(fpipe.program(model))
@@ -141,7 +141,7 @@ def test_a_tolerance_holds_for_the_first_wrong_value_too():
     assert error.first.op.cell == "2F0"
 
 
-def test_any_function_is_proved_beside_the_reference():
+def test_any_step_function_is_compared_with_the_reference():
     model, params, batch = make_chain()
     program = split_and_merge(model, 3)
     step = fpipe.build(program, model, trace=False)
@@ -165,7 +165,7 @@ GIVES_THE_SAME = "The undivided batch gives the same loss and gradients, to roun
 COUNT = 'reduction? Where some rows do not count, return (total, count) and say reduction="count".'
 
 
-def test_the_undivided_batch_gives_the_same():
+def test_the_undivided_batch_gives_equal_results():
     model, params, batch = make_chain()
     report = fpipe.verify(split_and_merge(model, 3), model, params, batch)
     assert (report.undivided, report.notes) == (GIVES_THE_SAME, ())
@@ -215,7 +215,7 @@ def test_a_loss_that_averages_under_a_sum_is_named():
     assert report.undivided.endswith('the loss averages over its rows, so say reduction="mean".')
 
 
-def test_few_tokens_that_do_not_count_are_told_too():
+def test_a_few_tokens_that_do_not_count_are_noted():
     """A loss of 5.57124 used to count as equal to 5.57056, and rows of other microbatches were blamed."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 50))
@@ -225,7 +225,7 @@ def test_few_tokens_that_do_not_count_are_told_too():
     assert COUNT in fpipe.verify(split_and_merge(model, 4), model, params, (torch.randn(8, 64, 4), target)).undivided
 
 
-def test_a_stage_that_computes_with_other_rows_is_told_from_such_a_loss():
+def test_a_stage_that_reads_rows_of_other_microbatches_is_noted():
     """The loss used to be blamed, although the outputs of all microbatches together give an equal loss."""
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
     model, params, _ = fpipe.from_sequential(net, stages=1, loss=F.mse_loss)
@@ -234,7 +234,7 @@ def test_a_stage_that_computes_with_other_rows_is_told_from_such_a_loss():
     assert report.undivided.endswith("a stage computes with rows that are in other microbatches, as a batch norm does.")
 
 
-def test_autocast_rounds_more_and_is_no_difference():
+def test_rounding_by_autocast_is_no_difference():
     """`verify` used to say of a plain net under bfloat16 that it computes with rows of other microbatches."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
@@ -272,7 +272,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_differences_with_a_reason_are_no_notes(reason: str):
+def test_expected_differences_are_no_notes(reason: str):
     model, params, state = REASONS[reason]()
     report = fpipe.verify(split_and_merge(model, 3), model, params, make_chain(1)[2], state=state, key=1)
     assert report.undivided.startswith(f"The undivided batch {reason}")
@@ -280,7 +280,7 @@ def test_differences_with_a_reason_are_no_notes(reason: str):
     assert str(report).splitlines()[1:] == [report.undivided]
 
 
-def test_a_batch_that_came_cut_has_no_undivided_one():
+def test_a_presplit_batch_has_no_undivided_one():
     model, params, (inputs, target) = make_chain()
     program = fpipe.chain(fpipe.split(2, presplit=True), fpipe.merge())(fpipe.program(model))
     report = fpipe.verify(program, model, params, [(inputs[:2], target[:2]), (inputs[2:], target[2:])])

@@ -23,7 +23,7 @@ def layer(p: Any, x: Tensor) -> Tensor:
 
 
 def step_with_trouble(rank: int, bad_rank: int, case: str, trouble_kind: str) -> list[Any]:
-    """Return how a step ends on each process if one of them is absent, hangs in an op, or is killed there."""
+    """Return how a step ends on each process if one is absent, hangs in an op, or is killed there."""
     names = ("ep", "pp") if case == "exchange" else ("dp", "pp")
     mesh, is_bad = init_device_mesh("cpu", (2, 2), mesh_dim_names=names), False
 
@@ -66,7 +66,7 @@ NAME_BY_CASE = {"exchange": "ep {}: rank {}", "sums": "replica {}: rank {}", "sh
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
 @pytest.mark.parametrize("case", NAME_BY_CASE)
 @pytest.mark.parametrize("trouble_kind", ["absent", "hangs", "killed"])
-def test_the_process_that_others_wait_for_is_named_and_not_its_neighbour(case: str, trouble_kind: str):
+def test_every_rank_names_the_rank_that_is_missing(case: str, trouble_kind: str):
     """Waits form a chain: rank 0 waits for rank 1, which waits for its replica."""
     bad_ranks = (3,) if trouble_kind != "absent" else (2, 3)
     with several_groups(len(bad_ranks), 4) as groups:

@@ -148,14 +148,14 @@ FAST = ("a training step", "two towers")
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=DEEP) for name in NETS])
-def test_a_net_as_people_write_it_has_its_own_gradients(name: str) -> None:
+def test_a_cut_net_has_the_gradients_of_the_net(name: str) -> None:
     torch.manual_seed(0)
     case = NETS[name]
     net, batch = case.make(), case.batch()
     assert_cut_equals_net(net, batch, case.ends, case.loss, case.summed)
 
 
-def test_a_net_that_fixes_its_rows_is_told_how_it_would_not() -> None:
+def test_a_net_that_fixes_its_rows_gets_a_warning_with_the_remedy() -> None:
     inputs = {"said": rows(WIDTH), "seen": rows(WIDTH)}
     warning = f"the net fixes the {ROWS} rows of inputs['said'], as len(x) and list(x) do (x.shape[0] leaves them open)"
     with pytest.warns(UserWarning, match=re.escape(warning)):
@@ -173,7 +173,7 @@ def cut_in_two(net: nn.Module, **inputs: Tensor) -> Any:
 
 
 RECOMPUTED = Toy(lambda own, x: checkpoint(torch.tanh, x, use_reentrant=True))
-test_what_cannot_be_cut_is_refused_with_its_name_and_the_way_out = refusals(
+test_nets_that_cannot_be_cut_are_refused_by_name = refusals(
     globals(),
     """
 # It ended in torch's own error about the stateless API.
@@ -193,13 +193,13 @@ fpipe.from_module(TrainingStep(loss=None), 2, example=((rows(WIDTH), rows(WIDTH)
 )
 
 
-def test_a_mask_that_the_net_needs_is_among_its_inputs() -> None:
+def test_a_needed_mask_is_an_input() -> None:
     assert cut_in_two(Masked(), x=rows(WIDTH), attention_mask=torch.ones(ROWS))[0].inputs
 
 
 @pytest.mark.deep
 def test_a_model_of_transformers_may_have_its_checkpoints_on() -> None:
-    """The program says what is recomputed: a net's own checkpoints are no part of the trace."""
+    """The program decides about recomputation: a net's own checkpoints are no part of the trace."""
     hf = pytest.importorskip("transformers")
     torch.manual_seed(0)
     net, batch = FAMILIES["Llama"].make(hf), FAMILIES["Llama"].batch()

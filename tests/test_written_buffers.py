@@ -157,7 +157,7 @@ def cut_case(name: str) -> tuple[nn.Sequential, nn.Module, Tensor, Any]:
 @pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("name", NETS)
-def test_state_is_the_unsplit_modules_whatever_the_plan(name: str, trace: bool):
+def test_state_equals_the_unsplit_modules_for_every_plan(name: str, trace: bool):
     initial_buffers = {name: buffer.clone() for name, buffer in NETS[name]().named_buffers()}
     net, expected_net, outputs, (model, params, state) = cut_case(name)
     for plan in PLANS.values():
@@ -173,7 +173,7 @@ def test_state_is_the_unsplit_modules_whatever_the_plan(name: str, trace: bool):
 
 
 @pytest.mark.parametrize("plan", ["zb-h1, recomputed", "among processes"])
-def test_the_bytes_that_are_held_are_told_before(plan: str):
+def test_sizes_predict_the_recorded_peak(plan: str):
     _, _, _, (model, params, state) = cut_case("inside")
     program = fpipe.chain(fpipe.split(4), *PLANS[plan])(fpipe.program(model))
     timeline = fpipe.build(program, model, record=True)(params, ROWS, state=state).timeline
@@ -190,7 +190,7 @@ def dropout_and_count(module: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("trace", [True, False])
-def test_what_is_drawn_at_random_is_drawn_once(trace: bool):
+def test_random_numbers_are_drawn_once(trace: bool):
     model, params, state = fpipe.from_sequential(
         two_equal_stages(lambda: Toy(dropout_and_count, kept=torch.zeros(8), dropout=nn.Dropout(0.5))),
         sizes=[3, 3],
@@ -209,7 +209,7 @@ def test_what_is_drawn_at_random_is_drawn_once(trace: bool):
 
 
 @pytest.mark.parametrize("trace", [True, False])
-def test_casts_are_those_of_the_forward(trace: bool):
+def test_autocast_holds_for_written_buffers(trace: bool):
     net = two_equal_stages(lambda: Toy(square_and_cast, square=torch.eye(8)))
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
     program = fpipe.chain(fpipe.split(4), *PLANS["gpipe"])(fpipe.program(model))
@@ -228,7 +228,7 @@ def square_and_cast(module: Any, x: Tensor) -> Tensor:
     return torch.tanh(x)
 
 
-def test_norms_beside_may_be_deferred():
+def test_norms_next_to_written_buffers_may_be_deferred():
     net = two_equal_stages(make_nested_block)
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
     deferred = fpipe.deferred_batch_norm(model)
@@ -303,7 +303,7 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize(("use", "reason"), USES.values(), ids=USES.keys())
-def test_what_is_written_is_found_by_running(use: Any, reason: str, trace: bool):
+def test_written_buffers_are_found_by_running_an_example(use: Any, reason: str, trace: bool):
     """A stage that looks at data runs under autograd."""
     net = two_equal_stages(lambda: use_total(use))
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
@@ -325,7 +325,7 @@ def test_an_example_may_be_without_data_where_no_stage_looks_at_any():
 
 
 @pytest.mark.parametrize("trace", [True, False])
-def test_what_is_written_may_be_said(trace: bool):
+def test_written_buffers_may_be_named_without_an_example(trace: bool):
     names = [f"{position}.{name}" for position in (1, 4) for name in ("count", "mean")]
     net = two_equal_stages(Tracker)
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, state=names)
@@ -335,7 +335,7 @@ def test_what_is_written_may_be_said(trace: bool):
 
 
 META_ROWS = ROWS[0].to("meta")
-test_what_is_said_of_no_buffer_is_refused = refusals(
+test_names_of_no_buffer_are_refused = refusals(
     globals(),
     """
 fpipe.from_sequential(two_equal_stages(Tracker), sizes=[3, 3], state=["4.odd"])
@@ -421,7 +421,7 @@ REFUSED: dict[str, tuple[Callable[[], Toy], dict[str, Any], str]] = {
 @pytest.mark.filterwarnings("ignore:.*runs under autograd")
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize(("make_module", "options", "sentence"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_no_state_is_refused_by_name_and_the_net_stays(
+def test_writes_that_are_no_state_are_refused_by_name_and_the_net_stays(
     make_module: Any, options: Any, sentence: str, trace: bool
 ):
     net = nn.Sequential(nn.Linear(8, 8), make_module())

@@ -96,7 +96,7 @@ def state_by_name(result: fpipe.Result) -> dict[str, Tensor]:
 
 
 def assert_unsplit(model: fpipe.Model, result: fpipe.Result, expected_net: nn.Module) -> None:
-    """Assert that gradients and state of a step equal those of the unsplit net bit by bit."""
+    """Assert that gradients and state of a step equal the unsplit net's bit by bit."""
     grads = fpipe.join_params(model, result.grads)
     trained = {name: leaf.grad for name, leaf in expected_net.named_parameters() if leaf.requires_grad}
     assert [name for name, grad in trained.items() if not torch.equal(grads[name], grad)] == []
