@@ -1,4 +1,4 @@
-"""How a batch becomes microbatches inside a program, and how results become one again, or stay a stream."""
+"""Batches are split into microbatches inside a program, and results are merged again or stay a stream."""
 
 import re
 from collections import UserDict
@@ -27,26 +27,28 @@ def mean(y, t):
 
 
 def params(stages=2, width=3, dtype=torch.float32):
-    make = torch.Generator().manual_seed(0)
-    return tuple({"w": torch.randn(width, width, generator=make, dtype=dtype)} for _ in range(stages))
+    generator = torch.Generator().manual_seed(0)
+    return tuple({"w": torch.randn(width, width, generator=generator, dtype=dtype)} for _ in range(stages))
 
 
 def batch(rows=7, width=3, dtype=torch.float32):
-    make = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, width, generator=make, dtype=dtype), torch.randn(rows, width, generator=make, dtype=dtype)
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, width, generator=generator, dtype=dtype), torch.randn(
+        rows, width, generator=generator, dtype=dtype
+    )
 
 
 # Sizes
 
 
 @TRACED
-def test_a_step_of_other_shapes_is_lowered_again(trace: bool):
+def test_steps_are_lowered_again_for_other_shapes(trace: bool):
     model = fpipe.from_functions([linear] * 2, mean)
     pipeline = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge(), fpipe.communicate())
     step = fpipe.build(pipeline(fpipe.program(model)), model, trace=trace)
     for rows in (10, 7, 10):
-        found, expected = step(params(), batch(rows)), fpipe.reference(model, params(), batch(rows), microbatches=4)
-        assert torch.equal(found.grads[0]["w"], expected.grads[0]["w"])
+        result, expected = step(params(), batch(rows)), fpipe.reference(model, params(), batch(rows), microbatches=4)
+        assert torch.equal(result.grads[0]["w"], expected.grads[0]["w"])
 
 
 # Specs
@@ -61,24 +63,24 @@ def test_a_step_of_other_shapes_is_lowered_again(trace: bool):
         (_Replicate, TensorChunkSpec(1), _Replicate()),
     ],
 )
-def test_a_prefix_tree_says_how_each_leaf_is_cut(spec, trace: bool):
-    def first(p, x):
+def test_a_prefix_tree_specifies_how_each_leaf_is_split(spec, trace: bool):
+    def first_stage(p, x):
         scale, values, number = x
         assert number == 42
         return torch.einsum("anb,bc->nac", values * scale, p["w"])
 
-    model = fpipe.from_functions([first, lambda p, x: torch.tanh(x @ p["w"])], mean)
+    model = fpipe.from_functions([first_stage, lambda p, x: torch.tanh(x @ p["w"])], mean)
     inputs = (torch.tensor(0.5), torch.randn(3, 12, 4), 42)
     target = torch.randn(12, 3, 4)
     program = fpipe.chain(fpipe.split(5, (spec, None)), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
     assert fpipe.Program.parse(str(program)) == program
-    given = params(width=4)
-    assert fpipe.verify(program, model, given, (inputs, target)).bitwise
-    found = fpipe.build(program, model, trace=trace)(given, (inputs, target))
-    assert found.outputs.shape == (12, 3, 4)
+    stage_params = params(width=4)
+    assert fpipe.verify(program, model, stage_params, (inputs, target)).bitwise
+    result = fpipe.build(program, model, trace=trace)(stage_params, (inputs, target))
+    assert result.outputs.shape == (12, 3, 4)
 
 
-def tables_whole(leaf):
+def replicate_tables(leaf):
     return fpipe.Replicate() if leaf.shape == (9,) else fpipe.Chunk()
 
 
@@ -86,134 +88,142 @@ def longest(parts):
     return max(parts, key=len)
 
 
-fpipe.register_spec("tables whole", tables_whole)
+fpipe.register_spec("tables whole", replicate_tables)
 fpipe.register_spec("longest", longest)
 ADDED = fpipe.register_spec("added", _CustomReducer(torch.tensor(0.0), torch.add))
 
 
 @TRACED
-def test_a_function_with_a_name_is_a_spec(trace: bool):
+def test_registered_functions_are_specs(trace: bool):
     model = fpipe.from_functions([lambda p, x: x["x"] @ p["w"] + x["table"].sum(), linear], mean)
     x, t = batch(7)
-    program = fpipe.chain(fpipe.split(3, tables_whole), fpipe.merge(longest))(fpipe.program(model))
-    again = fpipe.Program.parse(str(program))
-    assert again == program
-    found = fpipe.build(again, model, trace=trace)(params(), ({"x": x, "table": torch.ones(9)}, t))
-    assert found.outputs.shape == (3, 3)
+    program = fpipe.chain(fpipe.split(3, replicate_tables), fpipe.merge(longest))(fpipe.program(model))
+    parsed = fpipe.Program.parse(str(program))
+    assert parsed == program
+    result = fpipe.build(parsed, model, trace=trace)(params(), ({"x": x, "table": torch.ones(9)}, t))
+    assert result.outputs.shape == (3, 3)
 
 
 @TRACED
-def test_torchs_reducer_joins(trace: bool):
+def test_merge_takes_reducers_of_torch(trace: bool):
     model = fpipe.from_functions([linear], lambda y, t: (mean(y, t), y.sum()), aux=True)
     program = fpipe.chain(fpipe.split(3), fpipe.merge(aux=ADDED))(fpipe.program(model))
-    found = fpipe.build(program, model, trace=trace)(params(1), batch())
-    assert torch.allclose(found.aux, found.outputs.sum())
+    result = fpipe.build(program, model, trace=trace)(params(1), batch())
+    assert torch.allclose(result.aux, result.outputs.sum())
 
 
 @TRACED
 def test_outputs_are_joined_by_kind(trace: bool):
-    """Tensors along their rows, 0-d tensors as a mean by rows, what is no tensor must be equal."""
+    """Tensors are joined along rows, 0-d tensors averaged by rows; other leaves must be equal."""
 
-    def last(p, x):
+    def stage(p, x):
         return {"y": x @ p["w"], "norm": x.square().mean(), "name": "logits", "none": None, "empty": {}}
 
-    model = fpipe.from_functions([last], lambda y, t: mean(y["y"], t))
+    model = fpipe.from_functions([stage], lambda y, t: mean(y["y"], t))
     program = fpipe.chain(fpipe.split(size=3, rows=7), fpipe.merge())(fpipe.program(model))
     x, t = batch(7)
     assert fpipe.verify(program, model, params(1), (x, t)).bitwise
-    found = fpipe.build(program, model, trace=trace)(params(1), (x, t)).outputs
-    assert torch.allclose(found["y"], x @ params(1)[0]["w"])
-    assert torch.allclose(found["norm"], x.square().mean())
-    assert (found["name"], found["none"], found["empty"]) == ("logits", None, {})
+    outputs = fpipe.build(program, model, trace=trace)(params(1), (x, t)).outputs
+    assert torch.allclose(outputs["y"], x @ params(1)[0]["w"])
+    assert torch.allclose(outputs["norm"], x.square().mean())
+    assert (outputs["name"], outputs["none"], outputs["empty"]) == ("logits", None, {})
 
 
 # Microbatches that are cut already
 
 
 def ragged(lengths=(5, 2, 9), rows=(2, 3, 1), width=3):
-    make = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     sizes = zip(rows, lengths, strict=True)
     return [
-        (torch.randn(n, long, width, generator=make), torch.randn(n, long, width, generator=make)) for n, long in sizes
+        (
+            torch.randn(row_count, length, width, generator=generator),
+            torch.randn(row_count, length, width, generator=generator),
+        )
+        for row_count, length in sizes
     ]
 
 
 @TRACED
-def test_two_pipelines_in_a_row_join_nothing_in_between(trace: bool):
-    """The first one's outputs go on per microbatch, and the gradients of the second one's inputs come back so."""
-    given, parts = params(4, dtype=torch.float64), [(x.double(), t.double()) for x, t in ragged()]
-    whole = fpipe.from_functions([linear] * 4, mean)
-    front = fpipe.from_functions([linear] * 2, lambda y, dy: (y * dy).sum(), reduction="sum")
-    back = fpipe.from_functions([linear] * 2, mean)
+def test_consecutive_pipelines_exchange_unmerged_microbatches(trace: bool):
+    """The first pipeline hands on outputs per microbatch, and gets gradients per microbatch from the second."""
+    all_params, parts = params(4, dtype=torch.float64), [(x.double(), t.double()) for x, t in ragged()]
+    full_model = fpipe.from_functions([linear] * 4, mean)
+    front_model = fpipe.from_functions([linear] * 2, lambda y, dy: (y * dy).sum(), reduction="sum")
+    back_model = fpipe.from_functions([linear] * 2, mean)
     split = fpipe.split(3, presplit=True)
-    forward = fpipe.chain(split, fpipe.schedules.gpipe(2), fpipe.forward_only())(fpipe.program(front))
-    second = fpipe.chain(split, fpipe.schedules.one_f_one_b(2))(fpipe.program(back, input_grads=True))
-    first = fpipe.chain(split, fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False))(fpipe.program(front))
+    forward_program = fpipe.chain(split, fpipe.schedules.gpipe(2), fpipe.forward_only())(fpipe.program(front_model))
+    back_program = fpipe.chain(split, fpipe.schedules.one_f_one_b(2))(fpipe.program(back_model, input_grads=True))
+    front_program = fpipe.chain(split, fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False))(
+        fpipe.program(front_model)
+    )
     steps = [
         fpipe.build(program, model, trace=trace)
-        for program, model in ((forward, front), (second, back), (first, front))
+        for program, model in ((forward_program, front_model), (back_program, back_model), (front_program, front_model))
     ]
     inputs, target = zip(*parts, strict=True)
-    hidden = steps[0](given[:2], (inputs, inputs)).outputs
-    later = steps[1](given[2:], (hidden, target))
-    assert fpipe.verify(fpipe.merge(outputs=False)(second), back, given[2:], (hidden, target)).bitwise
-    earlier = steps[2](given[:2], (inputs, later.input_grads))
-    merged = fpipe.chain(split, fpipe.merge(outputs=False))(fpipe.program(whole))
-    expected = fpipe.build(merged, whole)(given, parts).grads
-    sums = [sum(grads[stage]["w"] for grads in later.grads) for stage in range(2)]
-    for grad, right in zip([earlier.grads[0]["w"], earlier.grads[1]["w"], *sums], expected, strict=True):
-        assert torch.allclose(grad, right["w"], rtol=1e-10)
+    hidden = steps[0](all_params[:2], (inputs, inputs)).outputs
+    back_result = steps[1](all_params[2:], (hidden, target))
+    assert fpipe.verify(fpipe.merge(outputs=False)(back_program), back_model, all_params[2:], (hidden, target)).bitwise
+    front_result = steps[2](all_params[:2], (inputs, back_result.input_grads))
+    full_program = fpipe.chain(split, fpipe.merge(outputs=False))(fpipe.program(full_model))
+    expected = fpipe.build(full_program, full_model)(all_params, parts).grads
+    sums = [sum(grads[stage]["w"] for grads in back_result.grads) for stage in range(2)]
+    for grad, expected_grads in zip(
+        [front_result.grads[0]["w"], front_result.grads[1]["w"], *sums], expected, strict=True
+    ):
+        assert torch.allclose(grad, expected_grads["w"], rtol=1e-10)
 
 
 # Keywords
 
 
 class Encoder(nn.Module):
-    """As transformers have it: what is given goes by name, and a mask may be missing."""
+    """An encoder with the signature of transformers: inputs by name, and an optional mask."""
 
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(11, 3)
+        self.embedding = nn.Embedding(11, 3)
 
     def forward(self, input_ids, mask=None, *, scale=1.0):
-        x = self.words(input_ids) * scale
+        x = self.embedding(input_ids) * scale
         return x if mask is None else x.masked_fill(mask[..., None], 0.25)
 
 
 @pytest.mark.crossed
 @TRACED
 @pytest.mark.parametrize("policy", [(), (fpipe.checkpoint(grain="layer"), fpipe.split_backward())])
-@pytest.mark.parametrize("given", [{"scale": 0.5}, {"mask": torch.arange(7) % 3 == 0}, {"mask": None}])
-def test_a_dict_of_inputs_goes_to_the_first_child_as_keywords(given, policy, trace: bool):
-    """It was to be taken apart by a module of one's own, which gave its parameters other names."""
+@pytest.mark.parametrize("keywords", [{"scale": 0.5}, {"mask": torch.arange(7) % 3 == 0}, {"mask": None}])
+def test_a_dict_of_inputs_goes_to_the_first_child_as_keywords(keywords, policy, trace: bool):
+    """Used to need a wrapper module that unpacked the dict and changed the names of parameters."""
     net = nn.Sequential(Encoder(), nn.Tanh(), nn.Linear(3, 3))
-    model, own, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss, keywords=True)
-    inputs, target = {"input_ids": torch.randint(0, 11, (7,)), **given}, batch(7)[1]
+    model, stage_params, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss, keywords=True)
+    inputs, target = {"input_ids": torch.randint(0, 11, (7,)), **keywords}, batch(7)[1]
     program = fpipe.chain(fpipe.split(3), *policy, fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
-    found = fpipe.build(program, model, trace=trace)(own, (inputs, target))
+    result = fpipe.build(program, model, trace=trace)(stage_params, (inputs, target))
     for rows in torch.arange(7).tensor_split(3):
         part = {name: leaf[rows] if isinstance(leaf, torch.Tensor) else leaf for name, leaf in inputs.items()}
         loss = nn.functional.mse_loss(net[2](net[1](net[0](**part))), target[rows])
         (loss * (len(rows) / 7)).backward()
-    grads = fpipe.join_params(model, found.grads)
+    grads = fpipe.join_params(model, result.grads)
     assert all(torch.equal(grads[name], leaf.grad) for name, leaf in net.named_parameters())
-    assert fpipe.verify(program, model, own, (inputs, target)).bitwise
+    assert fpipe.verify(program, model, stage_params, (inputs, target)).bitwise
 
 
-def test_inputs_that_are_no_keywords_are_refused():
-    net = nn.Sequential(fpipe.Stash("all"), Encoder(), fpipe.Pop("all", lambda x, given: x + given["more"]))
-    model, own, _ = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss, keywords=True)
+def test_inputs_without_keywords_are_refused():
+    net = nn.Sequential(fpipe.Stash("all"), Encoder(), fpipe.Pop("all", lambda x, inputs: x + inputs["more"]))
+    model, stage_params, _ = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss, keywords=True)
     step = fpipe.build(fpipe.program(model), model)
     sentence = "with keywords=True the inputs are a dict of what Encoder.forward takes by name, found Tensor."
     with pytest.raises(TypeError, match=re.escape(sentence)):
-        step(own, (torch.randint(0, 11, (7,)), batch(7)[1]))
+        step(stage_params, (torch.randint(0, 11, (7,)), batch(7)[1]))
     with pytest.raises(TypeError, match="unexpected keyword argument 'more'"):
-        step(own, ({"input_ids": torch.randint(0, 11, (7,)), "more": torch.ones(7, 3)}, batch(7)[1]))
+        step(stage_params, ({"input_ids": torch.randint(0, 11, (7,)), "more": torch.ones(7, 3)}, batch(7)[1]))
 
 
 @TRACED
-def test_microbatches_that_are_cut_already_may_have_leaves_of_other_rows(trace: bool):
-    """Of packed sequences, whose borders are in cu_seqlens: they were held against rows that nobody cuts."""
+def test_presplit_microbatches_may_have_leaves_of_other_rows(trace: bool):
+    """Used to refuse packed sequences, whose cu_seqlens have other lengths than the rows."""
 
     def packed(p, x):
         borders = x["cu_seqlens"]
@@ -223,33 +233,33 @@ def test_microbatches_that_are_cut_already_may_have_leaves_of_other_rows(trace: 
 
     model = fpipe.from_functions([packed, linear], mean)
     (x, t), lengths = batch(9), ([2, 1], [3], [1, 1, 1])
-    parts, start = [], 0
-    for own in lengths:
-        rows = slice(start, start := start + sum(own))
-        borders = torch.tensor([0, *torch.tensor(own).cumsum(0)])
-        parts.append(({"tokens": x[rows], "cu_seqlens": borders}, t[rows]))
+    microbatches, start = [], 0
+    for sequence_lengths in lengths:
+        rows = slice(start, start := start + sum(sequence_lengths))
+        borders = torch.tensor([0, *torch.tensor(sequence_lengths).cumsum(0)])
+        microbatches.append(({"tokens": x[rows], "cu_seqlens": borders}, t[rows]))
     program = fpipe.chain(fpipe.split(3, presplit=True), fpipe.merge(outputs="stream"))(fpipe.program(model))
-    found = fpipe.build(program, model, trace=trace)(params(), parts)
-    whole = {"tokens": x, "cu_seqlens": torch.tensor([0, *torch.tensor([*chain(*lengths)]).cumsum(0)])}
-    own = tuple({"w": stage["w"].clone().requires_grad_()} for stage in params())
-    mean(linear(own[1], packed(own[0], whole)), t).backward()
-    for stage, grads in zip(own, found.grads, strict=True):
+    result = fpipe.build(program, model, trace=trace)(params(), microbatches)
+    packed_batch = {"tokens": x, "cu_seqlens": torch.tensor([0, *torch.tensor([*chain(*lengths)]).cumsum(0)])}
+    leaf_params = tuple({"w": stage["w"].clone().requires_grad_()} for stage in params())
+    mean(linear(leaf_params[1], packed(leaf_params[0], packed_batch)), t).backward()
+    for stage, grads in zip(leaf_params, result.grads, strict=True):
         torch.testing.assert_close(grads["w"], stage["w"].grad)
-    assert fpipe.verify(program, model, params(), parts).bitwise
+    assert fpipe.verify(program, model, params(), microbatches).bitwise
 
 
-# What is refused
+# Refusals
 
 
-def run(pipeline, given, model=None):
+def run(pipeline, step_batch, model=None):
     model = model or fpipe.from_functions([linear] * 2, mean)
-    return fpipe.build(pipeline(fpipe.program(model)), model)(params(), given)
+    return fpipe.build(pipeline(fpipe.program(model)), model)(params(), step_batch)
 
 
-def shaped(made):
-    """A model whose outputs are built otherwise in the first microbatch."""
+def shaped(build_output):
+    """Return a model whose outputs are built differently in the first microbatch."""
     return fpipe.from_functions(
-        [linear, lambda p, x, *, microbatch: made(x @ p["w"], microbatch == 0)], lambda y, t: mean(y[0], t)
+        [linear, lambda p, x, *, microbatch: build_output(x @ p["w"], microbatch == 0)], lambda y, t: mean(y[0], t)
     )
 
 
@@ -282,7 +292,7 @@ run(fpipe.split(size=3, rows=6), batch(7))
     ValueError: 7 rows in microbatches of 3 are 3 microbatches, not 2.
 run(fpipe.split(3, (fpipe.Chunk(2), None)), (X, T))
     ValueError: inputs has no dim 2 to cut along: its shape is (6, 3). Say another Chunk.
-# Replicate() was the only way out that was said, and made each microbatch read the borders of the whole batch.
+# The error used to suggest Replicate() alone, with which each microbatch reads the borders of the whole batch.
 run(fpipe.split(3), ({"x": X, "cu_seqlens": torch.tensor([0, 4, 6])}, T))
     ValueError: a leaf like cu_seqlens needs split(m, presplit=
 run(PRESPLIT, [(X, T), (X[:0], T[:0]), (X, T)])
@@ -299,7 +309,7 @@ run(PRESPLIT, (X, T))
     ValueError: inputs is a list of 3 microbatches, since they are cut already (presplit=True); found Tensor.
 run(PRESPLIT, [(X, T), X, (X, T)])
     ValueError: microbatch 1 is a pair (inputs, target), found Tensor.
-# What is no pytree went whole to each microbatch, and nobody said so.
+# Leaves that are no pytrees used to be handed whole to each microbatch, silently.
 run(fpipe.split(3), ({"x": X, "more": ATTRIBUTES}, T))
     TypeError: inputs['more'] is a SimpleNamespace, no pytree, and holds a tensor (.mask). Hand in a dict, or
     call register_pytree_node.
@@ -311,7 +321,7 @@ run(PRESPLIT, [(X, T), (X, USER_DICT), (X, T)])
     TypeError: target[1] is a UserDict, no pytree, and holds a tensor (.data['t']), which no
 fpipe.reference(fpipe.from_functions([linear] * 2, mean), params(), ({"x": X, "more": Masks([X])}, T))
     TypeError: inputs['more'] is a Masks, no pytree, and holds a tensor (.layers[0]), which no
-# Its gradient was lost without a word.
+# Its gradient used to be lost silently.
 run(fpipe.split(3), (X.clone().requires_grad_(), T))
     ValueError: inputs requires a gradient, which would be lost: say fpipe.program(model, input_grads=True), or hand
     in its .detach().

@@ -1,4 +1,4 @@
-"""Lower bounds: the formulas where stages are alike, and nothing below them anywhere."""
+"""Lower bounds equal their formulas for uniform stages, and no schedule falls below them."""
 
 import math
 import re
@@ -29,14 +29,14 @@ FORMULAS = {
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize("name", FORMULAS)
-def test_each_bound_is_its_formula(name: str, p: int, m: int):
-    found = fpipe.bounds(linear(p, m, name != "fused"), UNIFORM)
-    assert getattr(found, name).makespan == pytest.approx(FORMULAS[name](p, m))
+def test_bounds_equal_their_formulas(name: str, p: int, m: int):
+    bounds = fpipe.bounds(linear(p, m, name != "fused"), UNIFORM)
+    assert getattr(bounds, name).makespan == pytest.approx(FORMULAS[name](p, m))
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize("k", [1, 2, 4, math.inf])
-def test_the_bounds_of_a_cap_are_their_formulas(p: int, m: int, k: float):
+def test_bounds_under_a_memory_cap_equal_their_formulas(p: int, m: int, k: float):
     bounds = fpipe.bounds(linear(p, m, True), UNIFORM, memory_cap=k)
     life = p * F + p * B + W + 2 * (p - 1) * C
     assert bounds.lifespan.ranks[0] == pytest.approx(life * math.ceil(m / k) if k < m else life)
@@ -46,24 +46,24 @@ def test_the_bounds_of_a_cap_are_their_formulas(p: int, m: int, k: float):
 
 
 @pytest.mark.parametrize("policy", ["looped", "v"])
-def test_the_head_of_chunks_is_the_formula(policy: str):
+def test_the_head_of_chunked_placements_equals_its_formula(policy: str):
     p, m, v = 4, 5, 2
     program = fpipe.chain(fpipe.split(m), fpipe.place(policy, ranks=p))(fpipe.program(p * v))
     costs = fpipe.Costs(F / v, B / v, W / v, transfer=C)
     assert fpipe.bounds(program, costs).head.makespan == pytest.approx((p - 1) * (F / v + C) + m * T)
 
 
-def test_the_head_of_two_ways_is_the_formula():
+def test_the_head_of_bidirectional_pipelines_equals_its_formula():
     p, m = 6, 8
     program = fpipe.chain(fpipe.split(m), fpipe.schedules.chimera(p))(fpipe.program(p))
     assert fpipe.bounds(program, UNIFORM).head.makespan == pytest.approx((p / 2 - 1) * (F + C) + m * T)
 
 
-def test_stages_that_are_not_alike_have_their_own_window():
+def test_unequal_stages_have_windows_of_their_own():
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(2))
-    found = fpipe.bounds(program, fpipe.Costs([1, 5], [1, 5], [1, 5], transfer={(0, 1): 2, (1, 0): 3}))
-    assert found.fused.ranks == (6, (1 + 2) + 2 * 15 + (3 + 2))
-    assert (found.binding.name, found.binding.rank) == ("fused", 1)
+    bounds = fpipe.bounds(program, fpipe.Costs([1, 5], [1, 5], [1, 5], transfer={(0, 1): 2, (1, 0): 3}))
+    assert bounds.fused.ranks == (6, (1 + 2) + 2 * 15 + (3 + 2))
+    assert (bounds.binding.name, bounds.binding.rank) == ("fused", 1)
 
 
 def test_a_gap_is_a_share_of_the_bound():
@@ -72,22 +72,23 @@ def test_a_gap_is_a_share_of_the_bound():
 
 
 @pytest.mark.parametrize("cap", [math.nan, -1, "x", "xy", {}, [1, None]])
-def test_a_cap_is_a_number(cap: Any):
-    """A text was compared with 0 ('>=' not supported between 'str' and 'int'), or taken for a list of caps."""
-    found = cap[1] if isinstance(cap, list) else cap
-    expected = f"memory_cap is in microbatches, at least 0; found {found!r}."
-    with pytest.raises(ValueError, match=re.escape(expected)):
+def test_invalid_memory_caps_are_refused(cap: Any):
+    """Used to compare a text with 0, or take it for a list of caps."""
+    wrong_cap = cap[1] if isinstance(cap, list) else cap
+    message = f"memory_cap is in microbatches, at least 0; found {wrong_cap!r}."
+    with pytest.raises(ValueError, match=re.escape(message)):
         fpipe.bounds(linear(2, 2, False), memory_cap=cap)
 
 
-def test_bounds_of_many_stages_end():
-    """`compare gpipe:stages=2000` took minutes: the square of stages for each microbatch, though all are alike."""
+def test_bounds_of_many_stages_are_fast():
+    """Used to take minutes for 2000 stages: quadratic in stages for each microbatch, though all are alike."""
     program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(1200))
     assert fpipe.bounds(program).gap(fpipe.simulate(program)) == pytest.approx(0.0)
-    with pytest.MonkeyPatch.context() as patch:  # where even one of each kind is too many, two ask for nothing
+    # With this limit even one op of each kind is too many, so warm-up and lifespan give no bound.
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fpipe.timing.bounds._MAX_OP_PAIRS", 0)
-        found = fpipe.bounds(program)
-    assert found.lifespan.makespan == 0.0 < found.makespan
-    assert str(found).endswith("\nwarm-up and lifespan leave memory out: a microbatch has too many ops.")
+        bounds = fpipe.bounds(program)
+    assert bounds.lifespan.makespan == 0.0 < bounds.makespan
+    assert str(bounds).endswith("\nwarm-up and lifespan leave memory out: a microbatch has too many ops.")
     moved = fpipe.chain(fpipe.split(4), fpipe.schedules.bpipe(4), fpipe.merge())(fpipe.program(4))
     assert str(fpipe.bounds(moved)).endswith("leave memory out: residuals leave their rank.")

@@ -1,4 +1,4 @@
-"""Save a training and go on from it, on other ranks, in another cut, in shards: bit by bit."""
+"""Saved trainings continue bit by bit on other ranks, in another cut and in shards."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import fpipe
 from tests.processes import Processes
 from tests.refusals import refusals
 from tests.test_data_parallel import meshed
-from tests.test_distributed import MSE, alike, own, rows
-from tests.test_update import joined, net_of, updating
+from tests.test_distributed import MSE, is_equal_tree, local_part, rows
+from tests.test_update import join_stages, net_of, updating_program
 
 
-def made(stages: int, schedule: str, *more: Any) -> tuple[Any, Any, fpipe.Program]:
+def build_training(stages: int, schedule: str, *transforms: Any) -> tuple[Any, Any, fpipe.Program]:
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net_of()), stages=stages, loss=MSE)
-    return model, params, updating(model, fpipe.schedules.get(schedule)(2), "AdamW", None, *more)
+    return model, params, updating_program(model, fpipe.schedules.get(schedule)(2), "AdamW", None, *transforms)
 
 
-def trained(steps: int, params: Any = None, opt: Any = None) -> fpipe.Result:
-    """So many steps in one process, from the first or from what is handed in."""
-    model, first, program = made(2, "gpipe")
-    params = first if params is None else params
+def train(steps: int, params: Any = None, opt: Any = None) -> fpipe.Result:
+    """Train for some steps in one process, from the start or from these parameters and state."""
+    model, initial_params, program = build_training(2, "gpipe")
+    params = initial_params if params is None else params
     result = fpipe.Result(params=params, opt=opt or fpipe.optimizer_state(program, params))
     step = fpipe.build(program, model)
     for _ in range(steps):
@@ -34,23 +34,27 @@ def trained(steps: int, params: Any = None, opt: Any = None) -> fpipe.Result:
     return result
 
 
-def test_what_is_saved_is_read_again_in_another_cut(tmp_path: Path):
-    result, (_, first, program) = trained(2), made(2, "gpipe")
+def test_training_continues_in_another_cut_bit_by_bit(tmp_path: Path):
+    result, (_, initial_params, program) = train(2), build_training(2, "gpipe")
     fpipe.save(tmp_path, program, result.params, opt=result.opt, step=2, loss=float(result.loss))
-    model, params, other = made(4, "zbv")
-    opt = fpipe.optimizer_state(other, params)
-    found = fpipe.load(tmp_path, other, params, opt=opt)
-    assert found.numbers == {"step": 2, "loss": float(result.loss)}
-    step = fpipe.build(other, model)
-    after = step(found.params, rows(8), opt=found.opt, lr=0.01)
-    whole = trained(3)
-    assert all(torch.equal(leaf, joined(whole.params)[name]) for name, leaf in joined(after.params).items())
-    assert joined(params).keys() == joined(first).keys()
-    assert all(torch.equal(leaf, joined(first)[name]) for name, leaf in joined(params).items())  # as it was handed in
+    model, params, other_program = build_training(4, "zbv")
+    opt = fpipe.optimizer_state(other_program, params)
+    loaded = fpipe.load(tmp_path, other_program, params, opt=opt)
+    assert loaded.numbers == {"step": 2, "loss": float(result.loss)}
+    step = fpipe.build(other_program, model)
+    next_result = step(loaded.params, rows(8), opt=loaded.opt, lr=0.01)
+    expected = train(3)
+    assert all(
+        torch.equal(leaf, join_stages(expected.params)[name]) for name, leaf in join_stages(next_result.params).items()
+    )
+    assert join_stages(params).keys() == join_stages(initial_params).keys()
+    assert all(
+        torch.equal(leaf, join_stages(initial_params)[name]) for name, leaf in join_stages(params).items()
+    )  # loading wrote into no leaf
 
 
-def test_a_checkpoint_of_more_blocks_than_there_are_is_refused(tmp_path: Path):
-    """Five of six blocks were read, and the training went on without the sixth."""
+def test_checkpoints_with_too_many_blocks_are_refused(tmp_path: Path):
+    """Used to load five of six blocks and train without the sixth."""
     blocks = [{"w": torch.ones(2)} for _ in range(6)]
     fpipe.save(tmp_path, fpipe.program(6), tuple(blocks), step=3)
     with pytest.raises(
@@ -58,53 +62,53 @@ def test_a_checkpoint_of_more_blocks_than_there_are_is_refused(tmp_path: Path):
     ):
         fpipe.load(tmp_path, fpipe.program(5), tuple(blocks[:5]))
     params = tuple({"w": torch.zeros(2)} for _ in range(6))
-    assert alike(fpipe.load(tmp_path, fpipe.program(6), params).params, tuple(blocks))
+    assert is_equal_tree(fpipe.load(tmp_path, fpipe.program(6), params).params, tuple(blocks))
 
 
-def test_running_statistics_are_saved_too(tmp_path: Path):
+def test_running_statistics_are_saved(tmp_path: Path):
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
-    program = updating(model, fpipe.schedules.gpipe(2), "SGD", None, momentum=0.9)
+    program = updating_program(model, fpipe.schedules.gpipe(2), "SGD", None, momentum=0.9)
     opt = fpipe.optimizer_state(program, params)
     result = fpipe.build(program, model)(params, rows(8), state=state, opt=opt, lr=0.1)
     fpipe.save(tmp_path, program, result.params, opt=result.opt, state=result.state)
-    found = fpipe.load(tmp_path, program, params, opt=opt, state=state)
-    read = fpipe.load_params(model, program, tmp_path, rank=1, of=state)
-    assert alike((found.params, found.opt, found.state), (result.params, result.opt, result.state))
-    assert alike(read[1], result.state[1])
+    loaded = fpipe.load(tmp_path, program, params, opt=opt, state=state)
+    loaded_state = fpipe.load_params(model, program, tmp_path, rank=1, of=state)
+    assert is_equal_tree((loaded.params, loaded.opt, loaded.state), (result.params, result.opt, result.state))
+    assert is_equal_tree(loaded_state[1], result.state[1])
 
 
-def test_a_file_of_all_ranks_is_read_by_those_of_another_cut(tmp_path: Path):
-    _, params, program = made(2, "gpipe")
+def test_a_gathered_file_loads_into_another_cut(tmp_path: Path):
+    _, params, program = build_training(2, "gpipe")
     file = tmp_path / "model.safetensors"
     assert fpipe.gather_state_dict(program, params, file=file) is None
-    other, _, placed = made(4, "zbv")
-    loaded = fpipe.load_params(other, placed, str(file), rank=0)
-    whole = fpipe.gather_state_dict(program, params)
-    assert whole is not None
-    assert all(torch.equal(leaf, whole[name]) for name, leaf in joined(loaded).items())
+    other_model, _, other_program = build_training(4, "zbv")
+    loaded = fpipe.load_params(other_model, other_program, str(file), rank=0)
+    gathered = fpipe.gather_state_dict(program, params)
+    assert gathered is not None
+    assert all(torch.equal(leaf, gathered[name]) for name, leaf in join_stages(loaded).items())
     net = net_of()
-    net.load_state_dict(whole)
+    net.load_state_dict(gathered)
 
 
-def test_functions_have_names_with_the_number_of_their_stage():
+def test_parameters_of_functions_are_named_by_stage():
     params = ({"w": torch.ones(1)}, {"w": torch.zeros(2)})
     assert list(fpipe.gather_state_dict(fpipe.program(2), params) or ()) == ["0.w", "1.w"]
 
 
-def test_a_folder_of_save_is_read_onto_a_net_on_meta(tmp_path: Path):
-    """Names, shapes and dtypes matter, so that tensors on meta are enough; they came back as they were."""
-    _, params, program = made(2, "gpipe")
+def test_a_saved_folder_loads_onto_a_meta_net(tmp_path: Path):
+    """Loading needs only names, shapes and dtypes; used to return the meta tensors unfilled."""
+    _, params, program = build_training(2, "gpipe")
     fpipe.save(tmp_path, program, params, opt=fpipe.optimizer_state(program, params))
-    model, meta, _ = fpipe.from_sequential(net_of().to("meta"), stages=4, loss=MSE)
-    placed = updating(model, fpipe.schedules.gpipe(1), "AdamW", None)
-    found = fpipe.load(tmp_path, placed, meta, opt=fpipe.optimizer_state(placed, meta))
-    for read in (found.params, fpipe.load_params(model, placed, tmp_path, rank=0)):
-        assert all(torch.equal(leaf, joined(params)[name]) for name, leaf in joined(read).items())
-    assert not any(leaf.is_meta for leaf in fpipe.tree.leaves(found.opt))
+    model, meta_params, _ = fpipe.from_sequential(net_of().to("meta"), stages=4, loss=MSE)
+    meta_program = updating_program(model, fpipe.schedules.gpipe(1), "AdamW", None)
+    loaded = fpipe.load(tmp_path, meta_program, meta_params, opt=fpipe.optimizer_state(meta_program, meta_params))
+    for loaded_params in (loaded.params, fpipe.load_params(model, meta_program, tmp_path, rank=0)):
+        assert all(torch.equal(leaf, join_stages(params)[name]) for name, leaf in join_stages(loaded_params).items())
+    assert not any(leaf.is_meta for leaf in fpipe.tree.leaves(loaded.opt))
 
 
-def test_a_second_save_into_a_folder_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+def test_a_second_save_into_a_folder_gives_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder):
     for value in (1.0, 2.0):
         fpipe.save(tmp_path, fpipe.program(1), ({"w": torch.tensor(value)},))
     assert fpipe.load(tmp_path, fpipe.program(1), ({"w": torch.tensor(0.0)},)).params == ({"w": torch.tensor(2.0)},)
@@ -115,95 +119,95 @@ def test_a_second_save_into_a_folder_says_nothing(tmp_path: Path, recwarn: pytes
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("a file")
-    fpipe.save("saved", ONE, ({"w": torch.ones(2)},))
-    fpipe.save("blocks", ONE, ({"w": torch.ones(2), "v": torch.ones(2)},))
+    fpipe.save("saved", ONE_STAGE, ({"w": torch.ones(2)},))
+    fpipe.save("blocks", ONE_STAGE, ({"w": torch.ones(2), "v": torch.ones(2)},))
 
 
-ONE = fpipe.program(1)
-test_what_cannot_be_is_refused_in_a_sentence = pytest.mark.usefixtures("saved")(
+ONE_STAGE = fpipe.program(1)
+test_invalid_checkpoints_are_refused = pytest.mark.usefixtures("saved")(
     refusals(
         globals(),
         """
-fpipe.save("other", ONE, ({"w": torch.ones(2, device="meta")},))
+fpipe.save("other", ONE_STAGE, ({"w": torch.ones(2, device="meta")},))
     ValueError: params[0]['w'] is on meta
-fpipe.save("file", ONE, ({},))
+fpipe.save("file", ONE_STAGE, ({},))
     ValueError: file is a file; name another.
-fpipe.save("file/two", ONE, ({},))
+fpipe.save("file/two", ONE_STAGE, ({},))
     ValueError: file is a file; name another.
-fpipe.save("other", ONE, ({},), step="3")
+fpipe.save("other", ONE_STAGE, ({},), step="3")
     ValueError: step= is a number
-fpipe.load("saved", ONE, ({"v": torch.ones(2)},))
+fpipe.load("saved", ONE_STAGE, ({"v": torch.ones(2)},))
     ValueError: has no params of v
-# Six blocks were read into a net of five.
-fpipe.load("blocks", ONE, ({"w": torch.ones(2)},))
+# Used to load six blocks into a net of five.
+fpipe.load("blocks", ONE_STAGE, ({"w": torch.ones(2)},))
     ValueError: blocks has params of v, which is not among these: it was saved of another net.
-fpipe.load("saved", ONE, ({"w": torch.ones(3)},))
+fpipe.load("saved", ONE_STAGE, ({"w": torch.ones(3)},))
     ValueError: shape [2], and is of shape [3]
-fpipe.gather_state_dict(ONE, ({},), file=Path("o.pt"))
+fpipe.gather_state_dict(ONE_STAGE, ({},), file=Path("o.pt"))
     ValueError: file= is a .safetensors file, found 'o.pt'. For another format write the dict
 fpipe.gather_state_dict(fpipe.program(2), ({},))
     ValueError: 2 stages, and one entry for each
 fpipe.gather_state_dict(fpipe.program(2), ({}, None))
     ValueError: no rank has passed stage 1
-fpipe.gather_state_dict(ONE, ({"w": 3},))
+fpipe.gather_state_dict(ONE_STAGE, ({"w": 3},))
     ValueError: no tensor at w
-fpipe.local_params(ONE, ({},), "0")
+fpipe.local_params(ONE_STAGE, ({},), "0")
     ValueError: rank is a whole number, at least 0; found '0'
-fpipe.load_params(*made(2, "gpipe")[::2], net_of().state_dict(), True)
+fpipe.load_params(*build_training(2, "gpipe")[::2], net_of().state_dict(), True)
     ValueError: rank is a whole number, at least 0; found True
 """,
     )
 )
 
 
-def on_four(rank: int, folder: str, sharded: bool) -> Any:
-    """Two steps on 2 x 2 processes, saved; and the whole as rank 0 gathers it."""
-    mesh, replica, place = meshed()
-    how = fpipe.shard() if sharded else fpipe.data_parallel()
-    model, params, program = made(4, "interleaved", how)
-    mine = own(program, place, params)
-    mine = fpipe.shard_params(mine, mesh["dp"]) if sharded else mine
+def save_on_four(rank: int, folder: str, sharded: bool) -> Any:
+    """Train two steps on 2 x 2 processes and save them; return the parameters gathered on rank 0."""
+    mesh, replica, pipeline_rank = meshed()
+    replication = fpipe.shard() if sharded else fpipe.data_parallel()
+    model, params, program = build_training(4, "interleaved", replication)
+    local_params = local_part(program, pipeline_rank, params)
+    local_params = fpipe.shard_params(local_params, mesh["dp"]) if sharded else local_params
     batch = tuple(half.chunk(2)[replica] for half in rows(8))
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(mine, batch))
-    result = fpipe.Result(params=mine, opt=fpipe.optimizer_state(program, mine))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(local_params, batch))
+    result = fpipe.Result(params=local_params, opt=fpipe.optimizer_state(program, local_params))
     for _ in range(2):
         result = step(result.params, batch, opt=result.opt, lr=0.01)
     if sharded:
         fpipe.save(folder, program, result.params, opt=result.opt, mesh=mesh, step=2, background=True).result()
     else:
         fpipe.save(folder, program, result.params, opt=result.opt, mesh=mesh, step=2)
-    whole = fpipe.gather_state_dict(program, result.params, mesh=mesh)
+    gathered = fpipe.gather_state_dict(program, result.params, mesh=mesh)
     fpipe.gather_state_dict(program, result.params, mesh=mesh, file=f"{folder}.safetensors")
-    return None if whole is None else {name: leaf.tolist() for name, leaf in whole.items()}
+    return None if gathered is None else {name: leaf.tolist() for name, leaf in gathered.items()}
 
 
-def again_on_four(rank: int, folder: str, sharded: bool) -> Any:
-    """Parameters and one moment on 2 x 2 processes, as they were saved, whole on rank 0."""
-    mesh, _, place = meshed()
-    _, params, program = made(2, "one_f_one_b", fpipe.shard() if sharded else fpipe.data_parallel())
-    mine = own(program, place, params)
-    mine = fpipe.shard_params(mine, mesh["dp"]) if sharded else mine
-    found = fpipe.load(folder, program, mine, opt=fpipe.optimizer_state(program, mine), mesh=mesh)
-    assert found.numbers == {"step": 2}
+def load_on_four(rank: int, folder: str, sharded: bool) -> Any:
+    """Load parameters and optimizer state on 2 x 2 processes; return both gathered on rank 0."""
+    mesh, _, pipeline_rank = meshed()
+    _, params, program = build_training(2, "one_f_one_b", fpipe.shard() if sharded else fpipe.data_parallel())
+    local_params = local_part(program, pipeline_rank, params)
+    local_params = fpipe.shard_params(local_params, mesh["dp"]) if sharded else local_params
+    loaded = fpipe.load(folder, program, local_params, opt=fpipe.optimizer_state(program, local_params), mesh=mesh)
+    assert loaded.numbers == {"step": 2}
     with pytest.raises(ValueError, match=r"ranks along dimension 'pp' of a mesh, and the mesh has dp\. Say mesh=init"):
-        fpipe.gather_state_dict(program, found.params, mesh=mesh["dp"])
-    both = [fpipe.gather_state_dict(program, one, mesh=mesh) for one in (found.params, found.opt)]
-    return None if both[0] is None else [{name: leaf.tolist() for name, leaf in one.items()} for one in both]
+        fpipe.gather_state_dict(program, loaded.params, mesh=mesh["dp"])
+    gathered = [fpipe.gather_state_dict(program, tree, mesh=mesh) for tree in (loaded.params, loaded.opt)]
+    return None if gathered[0] is None else [{name: leaf.tolist() for name, leaf in tree.items()} for tree in gathered]
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["shards", "replicas"])
-def test_ranks_save_and_others_go_on(four: Processes, tmp_path: Path, sharded: bool):
+def test_training_continues_on_other_ranks(four: Processes, tmp_path: Path, sharded: bool):
     folder = str(tmp_path / "saved")
-    whole, *rest = four.each(on_four, folder, sharded)
-    assert rest == [None] * 3
-    _, params, program = made(2, "gpipe")
-    found = fpipe.load(folder, program, params, opt=fpipe.optimizer_state(program, params))
-    assert {name: leaf.tolist() for name, leaf in joined(found.params).items()} == whole
-    again, *_ = four.each(again_on_four, folder, not sharded)
-    assert again[0] == whole
-    opt = fpipe.gather_state_dict(program, found.opt)
+    gathered, *other_results = four.run(save_on_four, folder, sharded)
+    assert other_results == [None] * 3
+    _, params, program = build_training(2, "gpipe")
+    loaded = fpipe.load(folder, program, params, opt=fpipe.optimizer_state(program, params))
+    assert {name: leaf.tolist() for name, leaf in join_stages(loaded.params).items()} == gathered
+    reloaded, *_ = four.run(load_on_four, folder, not sharded)
+    assert reloaded[0] == gathered
+    opt = fpipe.gather_state_dict(program, loaded.opt)
     assert opt is not None
-    assert again[1] == {name: leaf.tolist() for name, leaf in opt.items()}
-    model, _, _ = made(2, "gpipe")
-    loaded = fpipe.load_params(model, program, f"{folder}.safetensors", rank=1)
-    assert all(leaf.tolist() == whole[name] for name, leaf in joined(loaded).items())
+    assert reloaded[1] == {name: leaf.tolist() for name, leaf in opt.items()}
+    model, _, _ = build_training(2, "gpipe")
+    file_params = fpipe.load_params(model, program, f"{folder}.safetensors", rank=1)
+    assert all(leaf.tolist() == gathered[name] for name, leaf in join_stages(file_params).items())

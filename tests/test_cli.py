@@ -1,4 +1,4 @@
-"""The command line: what each command prints, what a slip is answered with, and that it behaves in a pipe."""
+"""The command line prints results, answers mistakes in one sentence, and works in a pipe."""
 
 import html
 import os
@@ -23,21 +23,21 @@ from fpipe.cli.output import table
 from tests.processes import Processes, free_port
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-MINE = """
+SCHEDULE_SCRIPT = """
 import fpipe
 fpipe.schedules.register("{name}", lambda ranks: fpipe.schedules.gpipe(ranks))
 """
 
 
-def run(*typed: str, given: str | None = None) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    found = CliRunner().invoke(app, list(typed), input=given, prog_name="python -m fpipe")
-    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-    return found.exit_code, found.stdout, found.stderr
+def run(*typed: str, stdin: str | None = None) -> tuple[int, str, str]:
+    """Return the exit code, standard output and standard error of a command."""
+    result = CliRunner().invoke(app, list(typed), input=stdin, prog_name="python -m fpipe")
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
 
 
-def out(*typed: str, given: str | None = None) -> str:
-    code, printed, complaint = run(*typed, given=given)
+def output_of(*typed: str, stdin: str | None = None) -> str:
+    code, printed, complaint = run(*typed, stdin=stdin)
     assert (code, complaint) == (0, "")
     return printed
 
@@ -46,39 +46,41 @@ def program(name: str, ranks: int, microbatches: int) -> fpipe.Program:
     return fpipe.schedules.about(name).program(ranks, microbatches)
 
 
-def test_schedules_lists_every_schedule_a_line():
-    lines = out("schedules").splitlines()
+def test_schedules_prints_one_line_per_schedule():
+    lines = output_of("schedules").splitlines()
     assert lines[0].split() == ["name", "title", "source", "accepts", "idle", "peak"]
     assert [line.split()[0] for line in lines[1:]] == list(fpipe.schedules.names())
 
 
-def test_show_draws_the_grid_and_says_time_and_memory():
-    shown = program("one_f_one_b", 3, 4)
-    assert out("show", "one_f_one_b", "--ranks", "3", "--microbatches", "4").splitlines() == [
+def test_show_prints_grid_time_and_memory():
+    expected_program = program("one_f_one_b", 3, 4)
+    assert output_of("show", "one_f_one_b", "--ranks", "3", "--microbatches", "4").splitlines() == [
         "1F1B (DAPPLE, PipeDream-flush): Narayanan et al. 2021 (Megatron-LM), figure 3",
-        f"3 stages, 4 microbatches, 3 ranks, {len(shown.ops)} ops",
-        *str(fpipe.plot(shown)).splitlines(),
-        str(fpipe.simulate(shown)),
+        f"3 stages, 4 microbatches, 3 ranks, {len(expected_program.ops)} ops",
+        *str(fpipe.plot(expected_program)).splitlines(),
+        str(fpipe.simulate(expected_program)),
         "at least 18 (fused), this is 0.0% above",
     ]
 
 
-def test_a_style_is_for_the_files(tmp_path: Path):
+def test_style_applies_to_files(tmp_path: Path):
     svg, pdf = tmp_path / "a.svg", tmp_path / "a.pdf"
-    said = "width_mm=84,labels=none,memory=no,window=0/4,ranks=x/y,F=#123456"
-    printed = out("show", "gpipe", "-p", "2", "-m", "2", "--svg", str(svg), "--pdf", str(pdf), "--style", said)
+    style = "width_mm=84,labels=none,memory=no,window=0/4,ranks=x/y,F=#123456"
+    printed = output_of("show", "gpipe", "-p", "2", "-m", "2", "--svg", str(svg), "--pdf", str(pdf), "--style", style)
     assert printed.splitlines()[-2:] == [f"wrote {svg}", f"wrote {pdf}"]
-    again = fpipe.plot(program("gpipe", 2, 2), names=["gpipe"], style=parse_style(said), file=tmp_path / "b.svg")
-    assert svg.read_text() == Path(again).read_text()
+    expected_file = fpipe.plot(
+        program("gpipe", 2, 2), names=["gpipe"], style=parse_style(style), file=tmp_path / "b.svg"
+    )
+    assert svg.read_text() == Path(expected_file).read_text()
 
 
-def test_compare_prints_the_comparison_and_writes_a_page_with_it_above_the_pictures(tmp_path: Path):
+def test_compare_prints_a_table_and_writes_it_above_the_pictures(tmp_path: Path):
     page = tmp_path / "both.html"
     names = ["gpipe", "hanayo:waves=2", "chimera"]
     compared = fpipe.compare(names, 3, 3, fpipe.Costs(2, 1, 1))
-    printed = out("compare", *names, "-p", "3", "-m", "3", "-c", "F=2,B=1,W=1", "--html", str(page))
+    printed = output_of("compare", *names, "-p", "3", "-m", "3", "-c", "F=2,B=1,W=1", "--html", str(page))
     assert printed == f"{compared}\nwrote {page}\n"
-    assert out("compare", "-p", "3", "-m", "2") == f"{fpipe.compare(fpipe.schedules.names(), 3, 2)}\n"
+    assert output_of("compare", "-p", "3", "-m", "2") == f"{fpipe.compare(fpipe.schedules.names(), 3, 2)}\n"
     table, _, pictures = page.read_text().partition("</pre>")
     assert table.endswith(f"<pre>{html.escape(str(compared))}")
     assert "<svg" in pictures
@@ -86,7 +88,7 @@ def test_compare_prints_the_comparison_and_writes_a_page_with_it_above_the_pictu
 
 
 SMALL = ("--microbatches", "4", "--rounds", "2", "--width", "64", "--rows", "128")
-THREE = """
+MODEL_SCRIPT = """
 import fpipe, torch
 
 def step():
@@ -96,83 +98,86 @@ def step():
 """
 
 
-def test_bench_says_what_was_simulated_and_what_was_measured(tmp_path: Path):
+def test_bench_prints_simulated_and_measured_seconds(tmp_path: Path):
     page = tmp_path / "both.html"
     threads = torch.get_num_threads()
-    lines = out("bench", "one_f_one_b", "interleaved:stages=4", *SMALL, "--file", str(page)).splitlines()
+    lines = output_of("bench", "one_f_one_b", "interleaved:stages=4", *SMALL, "--file", str(page)).splitlines()
     assert lines[0].split()[:5] == ["schedule", "simulated", "measured", "least", "off"]
     assert [line.split()[0] for line in lines[1:3]] == ["one_f_one_b", "interleaved:stages=4"]
     for line in lines[1:3]:
-        simulated, measured, least = map(float, line.split()[1:4])
-        assert 0 < least <= measured
-        off = float(line.split()[4].rstrip("%")) / 100
-        assert abs(off + 1 - simulated / measured) < 6e-4 + 0.006 * (simulated + measured) / measured**2  # two digits
+        simulated, measured, shortest = map(float, line.split()[1:4])
+        assert 0 < shortest <= measured
+        error = float(line.split()[4].rstrip("%")) / 100
+        assert abs(error + 1 - simulated / measured) < 6e-4 + 0.006 * (simulated + measured) / measured**2  # two digits
         assert line.split()[-1] == line.split()[-2]
     assert lines[-1] == f"wrote {page}"
     assert "interleaved:stages=4, measured" in page.read_text()
     assert torch.get_num_threads() == threads
 
 
-def test_bench_runs_a_model_of_ones_own(tmp_path: Path):
+def test_bench_runs_a_user_model(tmp_path: Path):
     file = tmp_path / "mine.py"
-    file.write_text(THREE)
-    own = ("--rounds", "1", "--model", f"{file}:step")
-    assert out("bench", "gpipe", "-p", "3", "-m", "2", *own).splitlines()[1].startswith("gpipe")
-    code, _, complaint = run("bench", "gpipe", "-p", "2", "-m", "2", *own)
+    file.write_text(MODEL_SCRIPT)
+    model_options = ("--rounds", "1", "--model", f"{file}:step")
+    assert output_of("bench", "gpipe", "-p", "3", "-m", "2", *model_options).splitlines()[1].startswith("gpipe")
+    code, _, complaint = run("bench", "gpipe", "-p", "2", "-m", "2", *model_options)
     assert code == 1
     assert "error: --model returns a model of 3 stages, and a schedule wants 2. Say NAME:stages=3" in complaint
 
 
-def as_of_torchrun(rank: int, port: int, typed: list[str]) -> tuple[int, str, str]:
-    """The command in a process that torchrun might have started."""
+def run_under_torchrun(rank: int, port: int, typed: list[str]) -> tuple[int, str, str]:
+    """Run a command in a process with the environment of torchrun."""
     dist.destroy_process_group()
-    started = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
-    os.environ.update(started)
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    os.environ.update(variables)
     try:
         return run(*typed)
     finally:
-        for name in started:
+        for name in variables:
             del os.environ[name]
 
 
-def test_bench_on_processes(tmp_path: Path):
-    """Both are given the words; the first one prints, and draws."""
+def test_bench_runs_on_processes(tmp_path: Path):
+    """Both processes get the arguments; only the first prints and draws."""
     page = tmp_path / "both.svg"
     typed = ["bench", "zb_h1", "--runtime", "distributed", *SMALL, "--file", str(page)]
     with Processes(2) as pair:
-        (code, printed, _), second = pair.each(as_of_torchrun, free_port(), typed)
+        (code, printed, _), second = pair.run(run_under_torchrun, free_port(), typed)
         assert code == 0
         assert printed.splitlines()[1].startswith("zb_h1")
-        assert printed.split()[-4] == printed.split()[-3]  # told and held, messages too
+        assert printed.split()[-4] == printed.split()[-3]  # predicted and held bytes, messages included
         assert printed.splitlines()[-1] == f"wrote {page}"
         assert second == (0, "", "")
 
 
-def test_options_are_said_behind_a_name_or_with_a_letter():
+def test_options_follow_a_name_or_a_letter():
     size = ("-p", "2", "-m", "4")
-    assert out("show", "hanayo:waves=2", *size) == out("show", "hanayo", "-o", "waves=2", *size)
+    assert output_of("show", "hanayo:waves=2", *size) == output_of("show", "hanayo", "-o", "waves=2", *size)
 
 
 @pytest.mark.parametrize("format", ["csv", "comms", "json", "text", "table"])
-def test_check_reads_what_export_writes(format: str, tmp_path: Path):
-    written = out("export", "one_f_one_b", "--format", format, "-p", "2", "-m", "4")
+def test_check_reads_exported_files(format: str, tmp_path: Path):
+    exported = output_of("export", "one_f_one_b", "--format", format, "-p", "2", "-m", "4")
     file = tmp_path / "file"
-    assert out("export", "one_f_one_b", "-f", format, "-p", "2", "-m", "4", "--output", str(file)) == f"wrote {file}\n"
-    assert file.read_text() == written
-    assert program_of(written).table() == program("one_f_one_b", 2, 4).table()
-    assert out("check", str(file)).startswith(f"{file}: 2 stages, 4 microbatches, 2 ranks, ")
-    assert out("check", "-", given=written).startswith("standard input: 2 stages, 4 microbatches, 2 ranks, ")
-    assert "6 of 6 leaves bitwise equal to plain autograd" in out("verify", str(file))
+    assert (
+        output_of("export", "one_f_one_b", "-f", format, "-p", "2", "-m", "4", "--output", str(file))
+        == f"wrote {file}\n"
+    )
+    assert file.read_text() == exported
+    assert program_of(exported).table() == program("one_f_one_b", 2, 4).table()
+    assert output_of("check", str(file)).startswith(f"{file}: 2 stages, 4 microbatches, 2 ranks, ")
+    assert output_of("check", "-", stdin=exported).startswith("standard input: 2 stages, 4 microbatches, 2 ranks, ")
+    assert "6 of 6 leaves bitwise equal to plain autograd" in output_of("verify", str(file))
 
 
-def test_a_schedule_of_ones_own_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_import_registers_user_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fpipe.schedules.registry, "SCHEDULE_BY_NAME", dict(fpipe.schedules.registry.SCHEDULE_BY_NAME))
     file = tmp_path / "mine.py"
-    file.write_text(MINE.format(name="my_own"))
-    assert "rank 1 |  .  1F0 1B0  ." in out("--import", str(file), "show", "my_own", "-p", "2", "-m", "1")
+    file.write_text(SCHEDULE_SCRIPT.format(name="my_own"))
+    assert "rank 1 |  .  1F0 1B0  ." in output_of("--import", str(file), "show", "my_own", "-p", "2", "-m", "1")
 
 
-SLIPS = {
+MISTAKES = {
     # Refused by the library: exit code 1.
     "check missing.csv": "error: there is no file 'missing.csv' here, in '",
     "export gpipe --output missing/gpipe.csv": "error: 'missing' is not a folder: make it before a file is written",
@@ -235,73 +240,73 @@ SLIPS = {
 }
 
 
-@pytest.mark.parametrize("typed", SLIPS)
-def test_a_slip_is_answered_in_a_sentence(typed: str):
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_mistakes_are_answered_in_a_sentence(typed: str):
     code, _, complaint = run(*shlex.split(typed))
     assert code == 1 + complaint.startswith("Usage: python -m fpipe")
-    assert SLIPS[typed] in " ".join(complaint.split())
+    assert MISTAKES[typed] in " ".join(complaint.split())
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("stdin", "sentence"),
     [
         ("0F0 0F1 0B0 0B1\n1F0 1F1x 1B0 1B1\n", "line 2, column 2: '1F1x' is not a cell"),
         ("", "there is nothing in it; write a program, a table, CSV or JSON."),
         ("rank 0 | .\n", "the table names no F, B, I or W."),
     ],
 )
-def test_what_a_pipe_gives_is_refused_with_its_place(given: str, sentence: str):
-    code, _, complaint = run("check", "-", given=given)
+def test_errors_in_standard_input_name_their_position(stdin: str, sentence: str):
+    code, _, complaint = run("check", "-", stdin=stdin)
     assert (code, complaint.startswith(f"error: standard input: {sentence}")) == (1, True)
 
 
 @pytest.mark.parametrize("command", ["schedules", "show", "compare", "check", "verify", "bench", "export"])
-def test_help_teaches_with_examples_that_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each example of the help, but for those that need another tool."""
+def test_examples_of_the_help_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pipes into other tools are left out."""
     monkeypatch.chdir(tmp_path)
     Path("my_table.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
-    Path("mine.py").write_text(MINE.format(name="my_schedule"))
-    examples = re.findall(r"^ +python -m fpipe ([^|>\n]+)$", out(command, "--help"), re.M)
+    Path("mine.py").write_text(SCHEDULE_SCRIPT.format(name="my_schedule"))
+    examples = re.findall(r"^ +python -m fpipe ([^|>\n]+)$", output_of(command, "--help"), re.M)
     assert examples
     for example in examples:
-        out(*example.split())
+        output_of(*example.split())
 
 
-TWICE = "0F0,0F1,0B0,0B1\n0F2,0F3,0B2,0B3\n"
+REPLICATED_TABLE = "0F0,0F1,0B0,0B1\n0F2,0F3,0B2,0B3\n"
 
 
 def test_a_replicated_table_is_drawn_compared_and_exported(tmp_path: Path):
-    """check and verify knew the option, and what draws and writes did not."""
+    """Used to work for check and verify alone."""
     file = tmp_path / "twice.csv"
-    file.write_text(TWICE)
+    file.write_text(REPLICATED_TABLE)
     code, _, complaint = run("show", str(file))
     assert code == 1
     assert "from_table: replicated=True" in complaint
-    assert "rank 1 | 0F2 0F3 0B2 0B3" in out("show", str(file), "--replicated")
-    assert "twice.csv" in out("compare", str(file), "--replicated")
-    assert "1 stages, 4 microbatches" in repr(program_of(out("export", str(file), "-f", "json", "--replicated")))
+    assert "rank 1 | 0F2 0F3 0B2 0B3" in output_of("show", str(file), "--replicated")
+    assert "twice.csv" in output_of("compare", str(file), "--replicated")
+    assert "1 stages, 4 microbatches" in repr(program_of(output_of("export", str(file), "-f", "json", "--replicated")))
 
 
-def test_in_a_pipe_it_prints_plain_lines_and_ends_quietly():
+def test_export_into_a_closed_pipe_ends_quietly():
     """`python -m fpipe export ... | head -1`."""
     typed = [sys.executable, "-m", "fpipe", "export", "gpipe", "-f", "text", "-m", "150"]
-    with subprocess.Popen(typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
-        assert started.stdout is not None
-        assert started.stdout.readline() == b"params[0] @ 0\n"
-        started.stdout.close()
-        assert started.stderr is not None
-        assert started.stderr.read() == b""
+    with subprocess.Popen(typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"params[0] @ 0\n"
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
 
 
-def test_without_typer_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_main_without_typer_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "fpipe.cli.app")
     with pytest.raises(SystemExit, match=r"^the command line needs typer, which is not installed: pip install"):
         main()
 
 
-def test_the_fpipe_command_is_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Usage lines say what was typed."""
+def test_the_fpipe_command_runs_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Usage lines name the command that was typed."""
     assert EntryPoint("fpipe", PROJECT["scripts"]["fpipe"], "console_scripts").load() is main
     for typed, called in (("/usr/bin/fpipe", "fpipe"), ("/lib/fpipe/__main__.py", "python -m fpipe")):
         monkeypatch.setattr(sys, "argv", [typed, "show"])
@@ -310,15 +315,15 @@ def test_the_fpipe_command_is_the_module(monkeypatch: pytest.MonkeyPatch, capsys
         assert capsys.readouterr().err.startswith(f"Usage: {called} show ")
 
 
-def test_the_version_is_that_of_the_package():
-    assert out("--version") == f"fpipe {PROJECT['version']}\n"
+def test_version_prints_the_package_version():
+    assert output_of("--version") == f"fpipe {PROJECT['version']}\n"
 
 
 @pytest.mark.parametrize(("width", "lines"), [(80, 6), (60, 16)])
-def test_a_terminal_too_narrow_for_a_table_gets_a_line_a_number(
+def test_narrow_terminals_get_one_line_per_number(
     width: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """`27.` stood above `3%`."""
+    """Used to break numbers, with `27.` above `3%`."""
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr("fpipe.cli.output.sys.stdout.isatty", lambda: True)
     columns = ("schedule", "makespan", "span", "bubble", "bubble of span", "peak", "bound", "above")
@@ -330,65 +335,71 @@ def test_a_terminal_too_narrow_for_a_table_gets_a_line_a_number(
     assert sum("27.3%" in line for line in printed) == (2 if width == 80 else 4)
 
 
-def test_search_draws_and_writes_what_it_finds(tmp_path: Path):
+def test_search_prints_and_writes_its_program(tmp_path: Path):
     file = tmp_path / "found.csv"
     typed = "-p 2 -m 3 --placement linear --memory-cap 1 --seconds 0.1 --without bpipe --without pipe_offload"
-    printed = out("search", *typed.split(), "-c", "F=1,B=1,W=1", "--output", str(file))
+    printed = output_of("search", *typed.split(), "-c", "F=1,B=1,W=1", "--output", str(file))
     assert re.search(r"^makespan \d+: (no order of|none of) these ops", printed, re.MULTILINE)
     assert [line.split()[0] for line in printed.splitlines() if line.endswith("fits")] == ["found"]
     assert f"wrote {file}" in printed
     makespan = re.search(r"makespan \d+", printed)
     assert makespan is not None
-    assert makespan[0] in out("show", str(file), "-c", "F=1,B=1,W=1")
+    assert makespan[0] in output_of("show", str(file), "-c", "F=1,B=1,W=1")
 
 
-def test_a_cluster_is_one_word_for_all_that_simulates():
-    """Shared links queue and a slow rank is slow, in whatever reads the text."""
+def test_all_commands_simulate_on_a_cluster():
+    """Shared links queue and slow ranks are slow in every command."""
     text, costs = "2 ranks; inside 1s 2GB/s shared; rank 1 speed 0.5", "F=2,B=2,W=2,y=1GB,res=4GB,params=1GB"
     sizes = ("-p", "2", "-m", "4")
-    known = program("one_f_one_b", 2, 4)
+    scheduled = program("one_f_one_b", 2, 4)
     bytes_of = {"y": 1e9, "dx": 1e9, "res": 4e9, "params": 1e9}
-    told = fpipe.simulate(known, fpipe.Costs(2, 2, 2, bytes=lambda value: bytes_of.get(value.name, 0.0)), cluster=text)
-    words = ("--costs", costs, "--cluster", text)
-    assert f"makespan {told.makespan:g}, " in out("show", "one_f_one_b", *sizes, *words)
+    expected = fpipe.simulate(
+        scheduled, fpipe.Costs(2, 2, 2, bytes=lambda value: bytes_of.get(value.name, 0.0)), cluster=text
+    )
+    options = ("--costs", costs, "--cluster", text)
+    assert f"makespan {expected.makespan:g}, " in output_of("show", "one_f_one_b", *sizes, *options)
     for command in (["compare", "one_f_one_b"], ["plan", "run", "one_f_one_b"]):
-        row = next(line for line in out(*command, *sizes, *words).splitlines() if line.startswith("one_f_one_b"))
-        assert f"{told.makespan:g}" in row.split()
-    rows = out("search", *sizes, *words, "--seconds", "0.1", "--solver", "local").splitlines()
-    assert float(next(line for line in rows if line.startswith("found")).split()[1]) <= told.makespan
+        row = next(
+            line for line in output_of(*command, *sizes, *options).splitlines() if line.startswith("one_f_one_b")
+        )
+        assert f"{expected.makespan:g}" in row.split()
+    rows = output_of("search", *sizes, *options, "--seconds", "0.1", "--solver", "local").splitlines()
+    assert float(next(line for line in rows if line.startswith("found")).split()[1]) <= expected.makespan
 
 
-def test_plan_run_ranks_ways_for_costs_and_for_a_model(tmp_path: Path):
+def test_plan_run_ranks_plans_by_costs_and_for_a_model(tmp_path: Path):
     picture = tmp_path / "front.svg"
     sizes = ("-p", "2", "-m", "2/4", "--rows", "8")
     costs = ("-c", "4:F=9,B=9,W=9,y=1MB,res=8MB", "-c", "1: F=3,B=3,W=3,y=1MB,res=2MB")
-    lines = out("plan", "run", "gpipe", "zb_h1", *sizes, *costs, "--memory", "18MB", "--svg", str(picture)).splitlines()
+    lines = output_of(
+        "plan", "run", "gpipe", "zb_h1", *sizes, *costs, "--memory", "18MB", "--svg", str(picture)
+    ).splitlines()
     assert lines[0].split() == ["schedule", "m", "rows", "recompute", "seconds", "bubble", "held", "rows/s", "costs"]
-    assert {word for line in lines[1:13] for word in line.split()} >= {"given", "interpolated", "*", "too", "much"}
+    assert {cell for line in lines[1:13] for cell in line.split()} >= {"given", "interpolated", "*", "too", "much"}
     assert lines[-1] == f"wrote {picture}"
     file = tmp_path / "mine.py"
-    file.write_text(THREE.replace("3", "2"))
-    words = ("-p", "2", "-m", "2", "--repeats", "1", "--checkpoint", "never")
-    lines = out("plan", "run", "gpipe", "chimera", "zbv", "--model", f"{file}:step", *words).splitlines()
-    assert "measured" in {word for line in lines[:3] for word in line.split()}
+    file.write_text(MODEL_SCRIPT.replace("3", "2"))
+    model_options = ("-p", "2", "-m", "2", "--repeats", "1", "--checkpoint", "never")
+    lines = output_of("plan", "run", "gpipe", "chimera", "zbv", "--model", f"{file}:step", *model_options).splitlines()
+    assert "measured" in {cell for line in lines[:3] for cell in line.split()}
     assert "transfers take no time here: --cluster says what links there are" in lines
     assert lines[-1].startswith("zbv: ")
 
 
-def test_a_host_that_keeps_the_weights_is_no_rank_of_the_cluster():
-    """It ended the whole plan."""
+def test_a_weight_host_is_not_a_cluster_rank():
+    """Used to end the whole plan with an error."""
     costs = ("-c", "F=2ms,B=2ms,W=2ms,y=1GB,res=4GB,params=6GB", "--cluster", "2 ranks; inside 1us")
     for command in (["compare"], ["plan", "run", "--checkpoint", "never"]):
-        lines = out(*command, "gpipe", "roundpipe", "-p", "2", "-m", "4", *costs).splitlines()
+        lines = output_of(*command, "gpipe", "roundpipe", "-p", "2", "-m", "4", *costs).splitlines()
         assert {line.split()[0] for line in lines} >= {"gpipe", "roundpipe"}
 
 
-def test_a_model_s_file_imports_its_neighbours_by_either_door(tmp_path: Path):
-    """`fpipe` is a script in a folder of programs, where Python looks for no module of the user's: as with -P."""
+def test_model_files_import_their_neighbours(tmp_path: Path):
+    """Used to fail for the `fpipe` script, which like -P keeps the user's folder off Python's path."""
     (tmp_path / "neighbour.py").write_text("made = 'no model'")
     (tmp_path / "mine.py").write_text("import neighbour\nstep = lambda: neighbour.made")
-    words = [sys.executable, "-P", "-m", "fpipe", "plan", "run", "--model", "mine.py:step"]
-    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 1
-    assert ran.stderr.startswith("error: --model returns (model, params, batch)")
-    assert "found 'no model'" in ran.stderr
+    command = [sys.executable, "-P", "-m", "fpipe", "plan", "run", "--model", "mine.py:step"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: --model returns (model, params, batch)")
+    assert "found 'no model'" in process.stderr
