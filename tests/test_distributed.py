@@ -182,12 +182,8 @@ def record_timeline(rank: int) -> list[Any]:
     for _ in range(2):
         timeline = step(local_part(program, rank, params), batch).timeline
     times = {op: (start, end) for op, start, end in timeline.events}
-    pairs = [
-        (op, program.ops[source])
-        for op, reads in zip(program.ops, program.sources, strict=True)
-        for source in reads
-        if source >= 0
-    ]
+    sources = zip(program.ops, program.sources, strict=True)
+    pairs = [(op, program.ops[source]) for op, reads in sources for source in reads if source >= 0]
     late_ops = [str(op) for op, read in pairs if op in times and read in times and times[read][0] > times[op][1]]
     assert "rank 1" in fpipe.plot(timeline)
     return [late_ops, set(times) == {op for op, _, _ in plain_timeline.events}, timeline.peak, timeline.makespan]
@@ -264,14 +260,11 @@ def steps_of_other_sizes(rank: int) -> list[Any]:
     """Run batches of other sizes, for which all ranks lower the step again at once."""
     program, plain_step, step, params = build_blocks()
     local_params = local_part(program, rank, params)
-    differences = [
-        differing_fields(rank, program, step(local_params, rows(count)), plain_step(params, rows(count)))
-        for count in (10, 7, 10)
-    ]
-    partial_batch = (None, rows()[1]) if rank else (rows()[0], None)  # each rank is handed only what it reads
+    batches = [(rows(count), rows(count)) for count in (10, 7, 10)]
+    batches += [((None, rows()[1]) if rank else (rows()[0], None), rows())]  # each rank is handed only what it reads
     return [
-        *differences,
-        differing_fields(rank, program, step(local_params, partial_batch), plain_step(params, rows())),
+        differing_fields(rank, program, step(local_params, local_batch), plain_step(params, batch))
+        for local_batch, batch in batches
     ]
 
 
@@ -279,11 +272,14 @@ def test_a_batch_of_another_size_gives_the_bits_of_one_process(pair: Processes):
     assert pair.run(steps_of_other_sizes) == [[[]] * 4] * 2
 
 
-def model_with(how: str) -> fpipe.Model:
+def model_with(difference: str) -> fpipe.Model:
     """Return a model that differs in one respect from the usual one."""
-    act, loss = torch.relu if how == "activation" else torch.tanh, nn.functional.l1_loss if how == "loss" else MSE
-    peak_bytes = torch.full((8,), 3.0 if how == "tensor" else 2.0)
-    return fpipe.from_functions([lambda p, x: act(x @ p["w"]), lambda p, x: x @ p["w"] + peak_bytes], loss)
+    act, loss = (
+        torch.relu if difference == "activation" else torch.tanh,
+        nn.functional.l1_loss if difference == "loss" else MSE,
+    )
+    offset = torch.full((8,), 3.0 if difference == "tensor" else 2.0)
+    return fpipe.from_functions([lambda p, x: act(x @ p["w"]), lambda p, x: x @ p["w"] + offset], loss)
 
 
 def refusal_of(rank: int, difference: str) -> str:
@@ -292,11 +288,8 @@ def refusal_of(rank: int, difference: str) -> str:
         model, params = fpipe.from_functions([lambda p, x: x * (1 / x.sum().item())] * 2, MSE), ({}, {})
     else:
         model, params = model_with(changed), ({"w": torch.eye(8)},) * 2
-    schedule = (
-        fpipe.schedules.one_f_one_b(2)
-        if changed == "program"
-        else fpipe.schedules.gpipe(1 if difference == "size" else 2)
-    )
+    ranks = 1 if difference == "size" else 2
+    schedule = fpipe.schedules.one_f_one_b(2) if changed == "program" else fpipe.schedules.gpipe(ranks)
     program, example = pipeline_program(model, schedule), (params, rows(12 if changed == "example" else 10))
     try:
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -335,11 +328,7 @@ def test_a_difference_between_ranks_is_refused_on_all_of_them(pair: Processes, d
     is_mismatch = difference not in ("size", "untraceable")
     for rank, message in enumerate(pair.run(refusal_of, difference)):
         assert message.startswith("rank 1 differs from rank 0 in its " + MISMATCHES[difference] if is_mismatch else "")
-        assert (
-            f". This is rank {rank}; all ranks come to " in message
-            if is_mismatch
-            else MISMATCHES[difference] in message
-        )
+        assert (f". This is rank {rank}; all ranks come to " if is_mismatch else MISMATCHES[difference]) in message
 
 
 def steps_with_keys(rank: int) -> list[str]:
@@ -441,9 +430,8 @@ def fail_on_one_rank(
         trouble_program(replicas[1], fpipe.data_parallel()) if replicas else trouble_program()
     )
     local_params = local_part(program, mesh.get_local_rank("pp") if mesh else rank, params)
-    for limit in (
-        (None, timeout) if timeout else (None,)
-    ):  # traces are cached: the second build costs the other ranks no time
+    # Traces are cached, so the second build, with the timeout, costs the other ranks no time.
+    for limit in (None, timeout) if timeout else (None,):
         step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), timeout=limit)
         step(local_params, batch)
     TROUBLE["what"] = action if rank == culprit else None
@@ -453,17 +441,13 @@ def fail_on_one_rank(
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_an_error_in_an_op_ends_the_run_on_every_rank(trio: Processes, culprit: int):
     for rank, outcome in enumerate(trio.run(fail_on_one_rank, culprit, raise_memory_error, None)):
-        run_is_over = "RankError: the run is over, start all ranks again from a checkpoint"
-        assert outcome[2].startswith(
-            f"{run_is_over}: rank {culprit} failed in {culprit}F3: stage {culprit} (stage), microbatch 3"
-        )
+        failure = f"rank {culprit} failed in {culprit}F3: stage {culprit} (stage), microbatch 3"
+        assert outcome[2].startswith(f"RankError: the run is over, start all ranks again from a checkpoint: {failure}")
         assert outcome[1] < SOON
         if rank == culprit:
             assert outcome[0] == "MemoryError: out of memory"
         else:
-            assert outcome[0].startswith(
-                f"RankError: rank {culprit} failed in {culprit}F3: stage {culprit} (stage), microbatch 3"
-            )
+            assert outcome[0].startswith(f"RankError: {failure}")
 
 
 def kill_late() -> None:

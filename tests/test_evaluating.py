@@ -65,21 +65,21 @@ def plain_outputs(net: nn.Module, state: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("door", ["from_module", "from_sequential"])
-@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
-def test_outputs_equal_those_of_the_net_in_eval_mode(door: str, how: dict[str, Any]):
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
+def test_outputs_equal_those_of_the_net_in_eval_mode(door: str, options: dict[str, Any]):
     net, model, params, state = cut_tied_net(door)
-    now = train_one_step(model, params, state).state
-    seen = fpipe.evaluating(model)
-    step = fpipe.build(evaluation_program(seen), seen, **how)
+    trained_state = train_one_step(model, params, state).state
+    eval_model = fpipe.evaluating(model)
+    step = fpipe.build(evaluation_program(eval_model), eval_model, **options)
     for count in (8, 2, 5):
         x, target = rows(count, count)
-        result = step(params, (x, target), state=now)
-        assert torch.equal(result.outputs, plain_outputs(net, now, x))
+        result = step(params, (x, target), state=trained_state)
+        assert torch.equal(result.outputs, plain_outputs(net, trained_state, x))
         assert result.state is None
     assert all(module.training for module in net.modules())
-    again = train_one_step(model, params, state)
-    assert all(map(torch.equal, fpipe.tree.leaves(again.state), fpipe.tree.leaves(now)))
-    assert all(torch.equal(net.state_dict()[name], leaf) for local_part in state for name, leaf in local_part.items())
+    repeated = train_one_step(model, params, state)
+    assert all(map(torch.equal, fpipe.tree.leaves(repeated.state), fpipe.tree.leaves(trained_state)))
+    assert all(torch.equal(net.state_dict()[name], leaf) for stage_state in state for name, leaf in stage_state.items())
 
 
 @pytest.mark.parametrize("door", ["from_module", "from_sequential"])

@@ -305,24 +305,17 @@ SIZES = ([0, 0, 1], [3, 3]), ([0, 1, 1], [4, 1]), ([0, 1, 1], [7, -1]), ([0, 1, 
 
 
 def test_impossible_exchanges_are_refused(four: Processes):
-    for no_tp, odd_rows, far_reader, odd_sizes, negative_size, uneven_sizes, other_dtype, *changes in four.run(
-        exchange_refusals
-    ):
-        assert (
-            "stage 1 (all_to_all over ep) brings as many rows as the data say on rank 0, and stage 2 (summed) on ra"
-            in (far_reader)
-        )
+    for messages in four.run(exchange_refusals):
+        no_tp, odd_rows, far_reader, odd_sizes, negative_size, uneven_sizes, dtypes, *changes = messages
+        text = "stage 1 (all_to_all over ep) brings as many rows as the data say on rank 0, and stage 2 (summed) on ra"
+        assert text in far_reader
         assert "all_to_all over ep: the sizes add up to 5 rows, but dim 0 of a tensor of shape (6, 6)" in odd_sizes
         assert "all_to_all over ep: a size is -1; sizes are whole numbers from 0." in negative_size
         assert "takes equally many sizes for each process, 2 here; found shape (3,)." in uneven_sizes
-        assert (
-            "ep 1: rank 1 differs from ep 0: rank 1 in its exchanges over ep: 1F0 (all_to_all over ep) of "
-            in other_dtype
-        )
-        assert (
-            "rows of float32[6] and int32[2] instead of 1F0 (all_to_all over ep) of rows of float32[6] and int64[2]."
-            in other_dtype
-        )
+        assert "ep 1: rank 1 differs from ep 0: rank 1 in its exchanges over ep: 1F0 (all_to_all over ep) of " in dtypes
+        exchanged = "rows of float32[6] and {}[2]"
+        swapped = f"{exchanged.format('int32')} instead of 1F0 (all_to_all over ep) of {exchanged.format('int64')}."
+        assert swapped in dtypes
         assert "a stage of the model is all_to_all over tp, a dimension of the mesh, and the mesh has pp, ep." in no_tp
         for message, handed in zip(changes, ("rows of [12] with sizes [2]", "rows of [6] with sizes [4]"), strict=True):
             assert (

@@ -332,11 +332,8 @@ def wait_for_hanging_rank(rank: int, pids: tuple[int, ...], timeout: float) -> t
     """Run a step in which rank 1 hangs until the others have ended it, by Ctrl-C or by their timeout."""
     program, model, params, batch = trouble_program()
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch), timeout=timeout)
-    local_params, store, interrupt_time = (
-        local_part(program, rank, params),
-        dist.distributed_c10d._get_default_store(),
-        0.0,
-    )
+    local_params, store = local_part(program, rank, params), dist.distributed_c10d._get_default_store()
+    interrupt_time = 0.0
     step(local_params, batch)
 
     def hang() -> None:

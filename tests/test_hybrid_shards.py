@@ -31,10 +31,10 @@ def hybrid_program(model: Any, variant: str, ranks: int, shard_first: bool = Fal
 
 def test_a_gradient_is_scattered_within_and_added_up_across():
     program = hybrid_program(2, "once a step", 2)
-    (scatter,) = [op for op in program.ops if op.kind == "SCATTER" and op.stage == 1]
-    (reduce,) = [op for op in program.ops if op.kind == "REDUCE" and op.reads == scatter.writes]
-    assert str(scatter) == "cut[1] = SCATTER[1] sum[1,1] {axis='shard'} @ 1"
-    assert str(reduce) == "all[1] = REDUCE[1] cut[1] {axis='replicate'} @ 1"
+    (scatter_op,) = [op for op in program.ops if op.kind == "SCATTER" and op.stage == 1]
+    (reduce_op,) = [op for op in program.ops if op.kind == "REDUCE" and op.reads == scatter_op.writes]
+    assert str(scatter_op) == "cut[1] = SCATTER[1] sum[1,1] {axis='shard'} @ 1"
+    assert str(reduce_op) == "all[1] = REDUCE[1] cut[1] {axis='replicate'} @ 1"
     assert str(program.outputs[-1]) == "grads[1] = all[1] @ 1"
     timeline = fpipe.simulate(program, fpipe.Costs(scatter=2.0, reduce=[3.0, 0.0]))
     assert timeline.delivered == timeline.makespan + 2 + 3  # of stage 0, one after another

@@ -162,7 +162,8 @@ def test_wrong_headers_of_safetensors_are_refused(case: str, tmp_path: Path):
 
 def test_a_safetensors_file_needs_its_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'fpipe\[safetensors\]'\.$"):
+    message = r"needs the package safetensors: pip install 'fpipe\[safetensors\]'\.$"
+    with pytest.raises(ModuleNotFoundError, match=message):
         read_tensors(["a.safetensors"])
 
 
@@ -214,7 +215,7 @@ def test_nan_in_two_files_counts_as_equal(tmp_path: Path):
 def test_a_wrong_model_argument_is_a_usage_error(model_file: str, tmp_path: Path):
     torch.save(loop_grads(), tmp_path / "grads.pt")
     for text, sentence in (
-        ("model_file", "a function reads mine.py:step"),
+        ("mine", "a function reads mine.py:step"),
         (f"{model_file}:stop", "there is no function 'stop'"),
         ("none.py:step", "there is no file 'none.py'"),
     ):
@@ -227,20 +228,7 @@ def test_a_wrong_model_argument_is_a_usage_error(model_file: str, tmp_path: Path
     assert "--model returns (model, params, batch) or (model, params, batch, state), found" in message
 
 
-STEP_OPTIONS = (
-    "--rule",
-    "AdamW",
-    "--lr",
-    0.01,
-    "--clip",
-    0.5,
-    "--set",
-    "weight_decay=0.2",
-    "--set",
-    "betas=0.8,0.9",
-    "-m",
-    2,
-)
+ADAMW = ("--rule", "AdamW", "--lr", 0.01, "--clip", 0.5, "--set", "weight_decay=0.2", "--set", "betas=0.8,0.9", "-m", 2)
 
 
 def trained_params(scale: float = 1.0) -> dict[str, Tensor]:
@@ -275,7 +263,7 @@ def rank_parts(params: dict[str, Tensor], tp: int = 2, dp: int = 1) -> list[dict
 
 def test_right_steps_are_confirmed(model_file: str, tmp_path: Path):
     torch.save(trained_params(), tmp_path / "after.pt")
-    code, printed, _ = check_step(tmp_path / "after.pt", "--model", f"{model_file}:steps", *STEP_OPTIONS)
+    code, printed, _ = check_step(tmp_path / "after.pt", "--model", f"{model_file}:steps", *ADAMW)
     assert (code, printed.splitlines()[0]) == (0, "4 of 4 leaves bitwise equal to plain autograd, largest error 0")
     assert "Compared after 2 training steps." in printed
 
@@ -285,14 +273,14 @@ def test_parts_of_ranks_are_joined(model_file: str, tmp_path: Path, dp: int):
     files = [tmp_path / f"rank{rank}.pt" for rank in range(2 * dp)]
     for file, local_params in zip(files, rank_parts(trained_params(), dp=dp), strict=True):
         torch.save(local_params, file)
-    code, printed, _ = check_step(*files, "--model", f"{model_file}:steps", *STEP_OPTIONS)
+    code, printed, _ = check_step(*files, "--model", f"{model_file}:steps", *ADAMW)
     assert (code, printed.splitlines()[0]) == (0, "4 of 4 leaves bitwise equal to plain autograd, largest error 0")
 
 
 def test_a_mistake_of_steps_is_named_with_exit_code_1(model_file: str, tmp_path: Path):
     wrong_params = trained_params(2.0)
     torch.save(wrong_params, tmp_path / "after.pt")
-    options = [option for option in STEP_OPTIONS if option not in ("--clip", 0.5)]
+    options = [option for option in ADAMW if option not in ("--clip", 0.5)]
     code, _, message = check_step(tmp_path / "after.pt", "--model", f"{model_file}:steps", *options)
     assert code == 1
     assert "of 4 parameters are not those of plain autograd and AdamW" in message

@@ -342,8 +342,8 @@ def test_a_leaf_made_inside_a_stage_is_no_missing_gradient():
     params, batch = (torch.randn(4, 4, dtype=torch.float64),), torch.randn(2, 6, 4, dtype=torch.float64).unbind()
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     weight = params[0].clone().requires_grad_()
-    halved_sparse = zip(batch[0].chunk(2), batch[1].chunk(2), strict=True)
-    loss = sum(torch.nn.functional.mse_loss(force(weight, x), t) * 0.5 for x, t in halved_sparse)
+    halves = zip(batch[0].chunk(2), batch[1].chunk(2), strict=True)
+    loss = sum(torch.nn.functional.mse_loss(force(weight, x), t) * 0.5 for x, t in halves)
     (plain,) = torch.autograd.grad(loss, weight)
     for trace in (True, False):
         result = fpipe.build(program, model, trace=trace)(params, batch)
@@ -374,9 +374,7 @@ class FlatLabelLoss:
 
 
 IDS = torch.arange(12).view(4, 3) % 5
-UNEVEN = IDS.masked_fill(
-    torch.arange(4)[:, None] * 3 < torch.arange(3) * 4, -100
-)  # rows have different numbers of padded labels
+UNEVEN = IDS.masked_fill(torch.arange(4)[:, None] * 3 < torch.arange(3) * 4, -100)  # rows pad unequally
 EVEN = IDS.masked_fill(torch.arange(3) == 0, -100)
 
 
