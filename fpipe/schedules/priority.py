@@ -244,7 +244,7 @@ class _ReadyOps:
         return (
             f"a dead end: after {ops_run} of {len(self.ops)} ops nothing can go on.\n  " + ".\n  ".join(lines) + ".\n"
             "Keep room for what is further on: let the key be math.inf for the forward of an early stage while "
-            "now.held is near the cap, prefer older microbatches, or raise the cap."
+            "now.held_microbatches is near the cap, prefer older microbatches, or raise the cap."
         )
 
 
