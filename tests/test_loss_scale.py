@@ -14,7 +14,7 @@ from tests.processes import Processes
 from tests.refusals import refusals
 from tests.test_data_parallel import meshed, started
 from tests.test_distributed import MSE
-from tests.test_steps import batches
+from tests.test_steps import make_batches
 from tests.test_update import differences, join_stages, net_of
 
 GROWING = {"growth_interval": 2, "growth_factor": 4.0, "backoff_factor": 0.25}
@@ -61,7 +61,7 @@ def train_with_grad_scaler(net: nn.Module, all_batches: Any, init_scale: float, 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, {"donate": True}], ids=repr)
 def test_steps_equal_those_of_torchs_scaler(options: dict[str, Any], clip: float | None, case: str):
-    net, all_batches, (init_scale, growth) = net_of(), batches(5), SCALES[case]
+    net, all_batches, (init_scale, growth) = net_of(), make_batches(5), SCALES[case]
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
     program = scaled_program(model, fpipe.split_backward(), fpipe.schedules.zb_h1(4), loss_scale=growth, clip=clip)
     assert fpipe.Program.parse(str(program)) == program
@@ -80,7 +80,7 @@ def test_steps_equal_those_of_torchs_scaler(options: dict[str, Any], clip: float
 
 def test_gradients_come_divided_by_the_scale():
     model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
-    batch, program = batches(1)[0], scaled_program(model, grads=True)
+    batch, program = make_batches(1)[0], scaled_program(model, grads=True)
     opt = fpipe.optimizer_state(program, params)
     grads = fpipe.build(program, model)(params, batch, opt=opt, lr=0.01, scale=2.0**10).grads
     unscaled_program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
@@ -98,7 +98,7 @@ def step_on_rank(rank: int) -> list[Any]:
     _, replica, _ = meshed()
     model, params, _ = fpipe.from_sequential(net_of(), stages=4, loss=MSE)
     program = scaled_program(model, fpipe.schedules.interleaved(2), suffix=[fpipe.shard()], clip=0.05)
-    batch = tuple(half * (1.0 if replica else 64.0) for half in batches(1)[0])
+    batch = tuple(half * (1.0 if replica else 64.0) for half in make_batches(1)[0])
     step, local_params = started(model, params, program, batch, autocast=torch.float16)
     outcomes = list[Any]()
     for scale in (2.0**14, 2.0**4):
@@ -117,7 +117,7 @@ def step_with(**options: Any) -> Any:
     model, params, _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
     program = scaled_program(model, loss_scale=options.pop("loss_scale", "dynamic"))
     step = fpipe.build(program, model, **options.pop("build", {}))
-    return step(params, batches(1)[0], opt=fpipe.optimizer_state(program, params), lr=0.1, **options)
+    return step(params, make_batches(1)[0], opt=fpipe.optimizer_state(program, params), lr=0.1, **options)
 
 
 test_refusals = refusals(
@@ -146,7 +146,7 @@ fpipe.update("SGD", loss_scale={"growth_interval": 0})
 )
 def test_verify_compares_with_torchs_scaler(init_scale: float):
     model, params, _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
-    all_batches = batches(3)
+    all_batches = make_batches(3)
     growth = {"growth_interval": 1, "backoff_factor": 2.0**-20}
     program = fpipe.steps(3)(scaled_program(model, fpipe.schedules.zb_h1(2), loss_scale=growth, clip=0.05))
     report = fpipe.verify(program, model, params, all_batches, scale=init_scale)

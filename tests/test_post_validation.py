@@ -12,7 +12,7 @@ from torch import Tensor
 import fpipe
 from tests.processes import Processes
 from tests.test_distributed import MSE, local_part
-from tests.test_steps import PERIODS, batches, run_plain_loop
+from tests.test_steps import PERIODS, make_batches, run_plain_loop
 from tests.test_update import addresses, differences, net_of
 
 NORMS = {"below": 100.0, "one above": 0.42, "all above": 0.05}  # norms of the three steps: .445, .400, .384
@@ -39,7 +39,7 @@ BUILD_OPTIONS: list[dict[str, Any]] = [{}, {"trace": False}, {"runtime": "thread
     ids=repr,
 )
 def test_late_validation_gives_the_bits_of_a_loop_that_clips(schedule: str, case: str, options: dict[str, Any]):
-    net, step_batches, clip = net_of(), batches(3), NORMS[case]
+    net, step_batches, clip = net_of(), make_batches(3), NORMS[case]
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4 if schedule == "zbv" else 2, loss=MSE)
     program = validated_program(model, fpipe.schedules.get(schedule)(2), fpipe.steps(3), clip=clip)
     assert fpipe.Program.parse(str(program)) == program
@@ -54,7 +54,7 @@ def test_late_validation_gives_the_bits_of_a_loop_that_clips(schedule: str, case
 
 def test_only_a_redone_update_writes_donated_memory():
     model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
-    batch = batches(1)[0]
+    batch = make_batches(1)[0]
     for clip, is_valid in ((100.0, True), (0.05, False)):
         donated = fpipe.tree.tree_map(lambda leaf: leaf.detach().clone().requires_grad_(), params)
         before_step = addresses(donated), [leaf.detach().clone() for leaf in fpipe.tree.leaves(donated)]
@@ -77,7 +77,7 @@ def test_a_nan_norm_is_not_valid():
 
 @pytest.mark.parametrize("transform", [fpipe.communicate(), fpipe.free()], ids=["sent", "freed"])
 def test_steps_rewrite_transfers_and_frees(transform: Any):
-    net, step_batches = net_of(), batches(2)
+    net, step_batches = net_of(), make_batches(2)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
     program = validated_program(model, fpipe.schedules.zb_h2(2), fpipe.steps(2), transform, clip=0.05)
     result = fpipe.build(program, model)(params, step_batches, opt=fpipe.optimizer_state(program, params), lr=0.01)
@@ -87,7 +87,7 @@ def test_steps_rewrite_transfers_and_frees(transform: Any):
 
 def compare_on_two_ranks(rank: int, case: str) -> tuple[list[bool], list[str]]:
     """Return which norms were valid, and the names of local params and state that differ from a plain loop."""
-    net, step_batches, clip = net_of(), batches(3), NORMS[case]
+    net, step_batches, clip = net_of(), make_batches(3), NORMS[case]
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
     program = validated_program(model, fpipe.schedules.zb_h2(2), fpipe.steps(3), clip=clip)
     mine = local_part(program, rank, params)

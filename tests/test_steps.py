@@ -17,7 +17,7 @@ from tests.test_distributed import MSE, local_part
 from tests.test_update import differences, join_stages, net_of, run_torch_loop
 
 
-def batches(count: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
+def make_batches(count: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
     return [(torch.randn(rows, 8), torch.randn(rows, 8)) for _ in range(count)]
 
@@ -58,7 +58,7 @@ def run_plain_loop(net: nn.Module, batches: list[Any], delays: list[int], clip: 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h2", "interleaved", "zbv", "dualpipe", "roundpipe"])
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, {"record": True}], ids=repr)
 def test_steps_have_the_bits_of_a_plain_loop(schedule: str, clip: float | None, options: dict[str, Any]):
-    net, step_batches = net_of(), batches(3)
+    net, batches = net_of(), make_batches(3)
     stages = 2 if schedule in ("one_f_one_b", "zb_h2", "dualpipe") else 4
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
     program = program_of(model, fpipe.schedules.get(schedule)(2), fpipe.steps(3), clip=clip)
@@ -66,12 +66,12 @@ def test_steps_have_the_bits_of_a_plain_loop(schedule: str, clip: float | None, 
     assert fpipe.Program.parse(str(program)) == program
     initial_params = copy.deepcopy(params)
     result = fpipe.build(program, model, **options)(
-        params, step_batches, opt=fpipe.optimizer_state(program, params), lr=0.01
+        params, batches, opt=fpipe.optimizer_state(program, params), lr=0.01
     )
     assert all(
         map(torch.equal, join_stages(params).values(), join_stages(initial_params).values())
     )  # nothing is mutated
-    losses, optimizer = run_plain_loop(net, step_batches, [0] * 4, clip, 0.01)
+    losses, optimizer = run_plain_loop(net, batches, [0] * 4, clip, 0.01)
     assert all(map(torch.equal, result.loss, losses))
     assert differences(net, optimizer, result) == []
 
@@ -83,13 +83,13 @@ def test_steps_have_the_bits_of_a_plain_loop(schedule: str, clip: float | None, 
 def test_stale_steps_have_the_bits_of_a_loop_with_equal_delays(
     stale: Any, delays: list[int], clip: Any, options: dict[str, Any]
 ):
-    net, step_batches = net_of(), batches(5)
+    net, batches = net_of(), make_batches(5)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
     program = program_of(model, fpipe.steps(5, stale=stale), fpipe.schedules.one_f_one_b(4), clip=clip)
     result = fpipe.build(program, model, **options)(
-        params, step_batches, opt=fpipe.optimizer_state(program, params), lr=0.01
+        params, batches, opt=fpipe.optimizer_state(program, params), lr=0.01
     )
-    losses, optimizer = run_plain_loop(net, step_batches, delays, clip, 0.01)
+    losses, optimizer = run_plain_loop(net, batches, delays, clip, 0.01)
     assert all(map(torch.equal, result.loss, losses))
     assert differences(net, optimizer, result) == []
 
@@ -99,7 +99,7 @@ def test_stale_steps_have_the_bits_of_a_loop_with_equal_delays(
 )
 def test_a_host_updates_while_the_next_step_runs_forward(options: dict[str, Any]):
     """RoundPipe's asynchronous step keeps parameters and Adam's state on a host, which stale= used to refuse."""
-    net, step_batches = net_of(), batches(3)
+    net, batches = net_of(), make_batches(3)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
     parts = fpipe.split(4), fpipe.schedules.roundpipe(2), fpipe.merge(outputs=False), fpipe.update("AdamW", clip=0.05)
     program = fpipe.chain(*parts, fpipe.steps(3, stale=1))(fpipe.program(model))
@@ -108,9 +108,9 @@ def test_a_host_updates_while_the_next_step_runs_forward(options: dict[str, Any]
     assert any(event.start < end_of_updates for event in events if event.op.kind == "F" and event.op.microbatch == 4)
     donated_params = tuple({name: leaf.clone() for name, leaf in stage.items()} for stage in params)
     result = fpipe.build(program, model, **options)(
-        donated_params, step_batches, opt=fpipe.optimizer_state(program, donated_params), lr=0.01
+        donated_params, batches, opt=fpipe.optimizer_state(program, donated_params), lr=0.01
     )
-    losses, optimizer = run_plain_loop(net, step_batches, [1] * 4, 0.05, 0.01)
+    losses, optimizer = run_plain_loop(net, batches, [1] * 4, 0.05, 0.01)
     assert all(map(torch.equal, result.loss, losses))
     assert differences(net, optimizer, result) == []
 
@@ -132,13 +132,13 @@ def test_pipedream_stashes_a_version_for_each_microbatch_in_flight():
 def test_running_statistics_pass_from_step_to_step():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    twin, step_batches = copy.deepcopy(net), batches(2)
+    twin, batches = copy.deepcopy(net), make_batches(2)
     model, params, state = fpipe.from_sequential(net, stages=3, loss=MSE)
     program = program_of(model, fpipe.schedules.one_f_one_b(3), fpipe.steps(2), rule="SGD")
     opt = fpipe.optimizer_state(program, params)
-    result = fpipe.build(program, model)(params, step_batches, state=state, opt=opt, lr=0.1)
-    _, _, optimizer = run_torch_loop(twin, step_batches[0], 1, "SGD", None, [0.1])
-    run_torch_loop(twin, step_batches[1], 1, "SGD", None, [0.1])
+    result = fpipe.build(program, model)(params, batches, state=state, opt=opt, lr=0.1)
+    _, _, optimizer = run_torch_loop(twin, batches[0], 1, "SGD", None, [0.1])
+    run_torch_loop(twin, batches[1], 1, "SGD", None, [0.1])
     assert differences(twin, optimizer, result) == []
     assert torch.equal(result.state[1]["1.running_var"], twin[1].running_var)
 
@@ -234,16 +234,16 @@ run_reference(lr={"lr": 0.1, "dampening": -1.0})
 
 def differences_on_rank(rank: int, schedule: str, stages: int, stale: Any) -> list[str]:
     """Name this rank's parameters and state that differ from a plain loop with equal delays."""
-    net, step_batches = net_of(), batches(3)
+    net, batches = net_of(), make_batches(3)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
     on_host = schedule == "roundpipe"
     transforms = [fpipe.schedules.get(schedule)(1 if on_host else 2), fpipe.steps(3, stale=stale)]
     program = program_of(model, *(transforms if stale == 0 or on_host else transforms[::-1]), clip=0.05)
     local_params = local_part(program, rank, params)
-    step = fpipe.build(program, model, runtime="distributed", example=(params, step_batches))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batches))
     for _ in range(2):
-        result = step(local_params, step_batches, opt=fpipe.optimizer_state(program, local_params), lr=0.01)
-    losses, optimizer = run_plain_loop(net, step_batches, [stale] * 4, 0.05, 0.01)
+        result = step(local_params, batches, opt=fpipe.optimizer_state(program, local_params), lr=0.01)
+    losses, optimizer = run_plain_loop(net, batches, [stale] * 4, 0.05, 0.01)
     local_losses = [loss for loss in result.loss if isinstance(loss, Tensor)]
     differing = ["loss"] * (bool(local_losses) and not all(map(torch.equal, local_losses, losses)))
     return differing + differences(net, optimizer, result)
@@ -260,9 +260,9 @@ def test_two_processes_take_several_steps(pair: Processes, schedule: str, stages
 
 def test_verify_compares_steps_with_a_loop_and_names_mistakes():
     model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
-    step_batches = batches(2)
+    batches = make_batches(2)
     program = program_of(model, fpipe.schedules.one_f_one_b(2), fpipe.steps(2), clip=0.05)
-    report = fpipe.verify(program, model, params, step_batches, lr=[0.1, 0.2])
+    report = fpipe.verify(program, model, params, batches, lr=[0.1, 0.2])
     assert report.bitwise
     assert {leaf.name.partition("[")[0] for leaf in report.leaves} == {"loss", "params", "opt", "norm"}
     text = str(program)
@@ -275,15 +275,15 @@ def test_verify_compares_steps_with_a_loop_and_names_mistakes():
         assert correct_line in text
         with pytest.raises(fpipe.GradientMismatch, match=path):
             fpipe.verify(
-                fpipe.Program.parse(text.replace(correct_line, wrong_line)), model, params, step_batches, lr=[0.1, 0.2]
+                fpipe.Program.parse(text.replace(correct_line, wrong_line)), model, params, batches, lr=[0.1, 0.2]
             )
     stale_program = program_of(model, fpipe.schedules.pipedream_2bw(2, steps=3))
     assert (
         "behind by steps: stage 0 by 1, stage 1 by 1"
-        in fpipe.verify(stale_program, model, params, batches(3)).undivided
+        in fpipe.verify(stale_program, model, params, make_batches(3)).undivided
     )
     with pytest.raises(ValueError, match="updates no parameters, and takes no opt="):
-        fpipe.verify(fpipe.program(model), model, params, step_batches[0], lr=0.1)
+        fpipe.verify(fpipe.program(model), model, params, batches[0], lr=0.1)
 
 
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
@@ -291,33 +291,33 @@ def test_each_step_uses_its_own_key(options: dict[str, Any]):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
-    step_batches, keys = batches(3), [5, 6, 7]
+    batches, keys = make_batches(3), [5, 6, 7]
     program = program_of(model, fpipe.schedules.zb_h1(2), fpipe.steps(3))
     opt = fpipe.optimizer_state(program, params)
-    result = fpipe.build(program, model, **options)(params, step_batches, key=keys, opt=opt, lr=0.1)
+    result = fpipe.build(program, model, **options)(params, batches, key=keys, opt=opt, lr=0.1)
     single_program = program_of(model, fpipe.schedules.gpipe(2))
     step, values = fpipe.build(single_program, model), (params, fpipe.optimizer_state(single_program, params))
-    for batch, key, loss in zip(step_batches, keys, result.loss, strict=True):
+    for batch, key, loss in zip(batches, keys, result.loss, strict=True):
         single_result = step(values[0], batch, key=key, opt=values[1], lr=0.1)
         assert torch.equal(single_result.loss, loss)
         values = single_result.params, single_result.opt
     assert all(map(torch.equal, join_stages(result.params).values(), join_stages(values[0]).values()))
-    assert fpipe.verify(program, model, params, step_batches, key=keys).bitwise
+    assert fpipe.verify(program, model, params, batches, key=keys).bitwise
     with pytest.raises(ValueError, match="key is a list of 3 whole numbers"):
-        fpipe.build(program, model)(params, step_batches, key=5, opt=opt, lr=0.1)
+        fpipe.build(program, model)(params, batches, key=5, opt=opt, lr=0.1)
     with pytest.raises(ValueError, match="of one training step there are no several"):
-        fpipe.reference(model, params, step_batches[0], key=keys)
+        fpipe.reference(model, params, batches[0], key=keys)
 
 
 def test_steps_are_recorded_and_watched():
     model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
     program = program_of(model, fpipe.schedules.one_f_one_b(2), fpipe.steps(2))
     opt = fpipe.optimizer_state(program, params)
-    result = fpipe.build(program, model, record=True)(params, batches(2), opt=opt, lr=0.1)
+    result = fpipe.build(program, model, record=True)(params, make_batches(2), opt=opt, lr=0.1)
     assert sum(event.op.kind == "UPDATE" for event in result.timeline.events) == 4
     watched_step = fpipe.build(program, model, check_finite=True)
     with pytest.raises(FloatingPointError, match=r"UPDATE\(params\[.,3\]\) wrote params"):
-        watched_step(params, batches(2), opt=fpipe.tree.tree_map(lambda leaf: leaf + torch.inf, opt), lr=0.1)
+        watched_step(params, make_batches(2), opt=fpipe.tree.tree_map(lambda leaf: leaf + torch.inf, opt), lr=0.1)
 
 
 def test_an_order_that_cannot_repeat_a_step_is_refused_by_its_transform():

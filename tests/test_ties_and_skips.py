@@ -181,7 +181,7 @@ Pop('a', nn.Bilinear(2, 2, 2))
 unet()(torch.randn(2, 6))
     RuntimeError: Stash('outer') runs only inside a stage of fpipe.from_sequential
 fpipe.reference(fpipe.from_functions([lambda p, x: x, lambda p, x: x[0]], F.mse_loss, inputs=('batch', (0, (0, 1)))),
-({}, {}), numbers())
+({}, {}), make_batch())
     TypeError: stage 0 (<lambda>) returns a tuple of 2 outputs, which others take; found Tensor.
 fpipe.program(2, inputs=('batch', ((0, 1), 'batch')))
     ValueError: nobody takes output 0 of stage 0; only the last stage, 1, gives the loss its input.

@@ -334,10 +334,10 @@ runtime_of_model(model_of(multiply, multiply, loss=None))
     ValueError: this model has no loss=, which torch's runtime computes. Say loss=lambda y, target: y,
     or use fpipe.build(runtime="distributed").
 runtime_of_model(model_of(multiply, multiply, loss=lambda y, t: (y.sum(), len(t)), reduction="count"))
-    ValueError: the loss also returns a count; torch's runtime takes a loss group_of_one. Return
+    ValueError: the loss also returns a count; torch's runtime takes a loss alone. Return
     no more, or use fpipe.build(runtime="distributed").
 runtime_of_model(model_of(multiply, multiply, loss=lambda y, t: (y.sum(), y), aux=True))
-    ValueError: the loss also returns auxiliary results; torch's runtime takes a loss group_of_one.
+    ValueError: the loss also returns auxiliary results; torch's runtime takes a loss alone.
 runtime_of_program(program_on_two(PLAIN, fpipe.checkpoint("always")))
     ProgramError: 0R0: torch's tables have no recompute. Wrap the stages' modules in
     torch.utils.checkpoint instead of fpipe.checkpoint().
@@ -345,7 +345,7 @@ runtime_of_program(program_on_two(PLAIN, split=fpipe.split(2, slices=2), schedul
     ProgramError: SPLIT(x[0,0.0]): torch's tables have no slices.
 torch_pipelining.to_csv(fpipe.place([0, 1, 2])(fpipe.program(3, inputs=("batch", 0, (1, 0)))), format="compute_comms")
     ProgramError: 2F0 reads y[0,0] of 0F0 on rank 0; torch's runtime sends to adjacent stages only.
-runtime_of_program(program_on_two(PLAIN, schedule=BOTH_WAYS))
+runtime_of_program(program_on_two(PLAIN, schedule=BIDIRECTIONAL))
     ProgramError: stage 0 is on ranks (0, 1); torch's runtime has one rank a stage.
 runtime_of_program(program_on_two(PLAIN, schedule=fpipe.place([0, 1], homes={0: [1]})))
     ProgramError: params[0] has its home on ranks (1,) and its stage on rank 0. Leave out place(homes=),
