@@ -184,7 +184,7 @@ def record_timeline(rank: int) -> list[Any]:
     times = {op: (start, end) for op, start, end in timeline.events}
     sources = zip(program.ops, program.sources, strict=True)
     pairs = [(op, program.ops[source]) for op, reads in sources for source in reads if source >= 0]
-    late_ops = [str(op) for op, read in pairs if op in times and read in times and times[read][0] > times[op][1]]
+    late_ops = [str(op) for op, writer in pairs if {op, writer} <= times.keys() and times[writer][0] > times[op][1]]
     assert "rank 1" in fpipe.plot(timeline)
     return [late_ops, set(times) == {op for op, _, _ in plain_timeline.events}, timeline.peak, timeline.makespan]
 

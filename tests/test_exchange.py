@@ -317,9 +317,9 @@ def test_impossible_exchanges_are_refused(four: Processes):
         swapped = f"{exchanged.format('int32')} instead of 1F0 (all_to_all over ep) of {exchanged.format('int64')}."
         assert swapped in dtypes
         assert "a stage of the model is all_to_all over tp, a dimension of the mesh, and the mesh has pp, ep." in no_tp
-        for message, handed in zip(changes, ("rows of [12] with sizes [2]", "rows of [6] with sizes [4]"), strict=True):
+        for message, sizes in zip(changes, ("rows of [12] with sizes [2]", "rows of [6] with sizes [4]"), strict=True):
             assert (
-                f"stage 2 (all_to_all over ep) is handed {handed} in 2F0, and all processes agreed on rows "
+                f"stage 2 (all_to_all over ep) is handed {sizes} in 2F0, and all processes agreed on rows "
                 "of [6] with sizes [2]; only the number of rows may change." in message
             )
         assert "all_to_all over ep cuts dim 0 into 2 parts, one for each process; found shape (3, 6)." in odd_rows

@@ -37,17 +37,17 @@ def tempered_net() -> nn.Sequential:
 
 
 def cut_functions(net: nn.Sequential, loss: Any) -> Any:
-    first, second = net
-    fns = [lambda p, x: functional_call(first, p, (x,)), lambda p, x: functional_call(second, p, (x,))]
+    head, tail = net
+    fns = [lambda p, x: functional_call(head, p, (x,)), lambda p, x: functional_call(tail, p, (x,))]
     return fpipe.from_functions(fns, loss), tuple(dict(module.named_parameters()) for module in net)
 
 
 def cut_one_function(net: nn.Sequential, loss: Any) -> Any:
-    def whole(params: Any, batch: Any) -> Any:
+    def loss_fn(params: Any, batch: Any) -> Any:
         x = fpipe.boundary(functional_call(net[0], params[0], (batch[0],)))
         return loss(functional_call(net[1], params[1], (x,)), batch[1])
 
-    return fpipe.from_loss(whole, tuple(dict(module.named_parameters()) for module in net), ROWS)
+    return fpipe.from_loss(loss_fn, tuple(dict(module.named_parameters()) for module in net), ROWS)
 
 
 DOORS: dict[str, Callable[[nn.Sequential, Any], Any]] = {

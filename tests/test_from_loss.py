@@ -478,11 +478,13 @@ def test_a_gradient_of_rounding_noise_is_accepted():
         z = fpipe.boundary(attend(params["other"], y))
         return ((y * z + z.tanh() + y - batch[1]) ** 2).mean()
 
-    make = torch.Generator().manual_seed(0)
-    each = {name: torch.randn(16, 16, generator=make) / 4 for name in "qkv"} | {"bias": torch.ones(16)}
-    batch = torch.randn(4, 7, 16, generator=make), torch.randn(4, 7, 16, generator=make)
-    model, own = fpipe.from_loss(loss_fn, {"one": each, "other": {k: v.clone() for k, v in each.items()}}, batch)
-    grads = fpipe.reference(model, own, batch).grads
+    generator = torch.Generator().manual_seed(0)
+    attention = {name: torch.randn(16, 16, generator=generator) / 4 for name in "qkv"} | {"bias": torch.ones(16)}
+    batch = torch.randn(4, 7, 16, generator=generator), torch.randn(4, 7, 16, generator=generator)
+    model, stage_params = fpipe.from_loss(
+        loss_fn, {"one": attention, "other": {k: v.clone() for k, v in attention.items()}}, batch
+    )
+    grads = fpipe.reference(model, stage_params, batch).grads
     assert grads[0]["one.bias"].norm() < 1e-6 * fpipe.global_norm(grads)
 
 

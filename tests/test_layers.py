@@ -58,14 +58,12 @@ def test_a_layer_linearized_is_plain_autograd(name: str):
         new_example = case.make()
         return new_example.params, new_example.x
 
-    if example.module is None:
-        expected = run_plain(example.function, as_fresh_leaves(example.params), as_fresh_leaves(example.x))
-    else:
+    function, params = example.function, as_fresh_leaves(example.params)
+    if example.module is not None:
         params = {key: leaf for key, leaf in example.module.named_parameters() if leaf.requires_grad}
         call: Any = example.module
-        expected = run_plain(
-            lambda p, x: call(*x) if isinstance(x, tuple) else call(x), params, as_fresh_leaves(example.x)
-        )
+        function = lambda p, x: call(*x) if isinstance(x, tuple) else call(x)  # noqa: E731
+    expected = run_plain(function, params, as_fresh_leaves(example.x))
     lawful = assert_lawful(
         example.function, args, expected, partial(assert_agree, case), more_memory=bool(case.extra_memory)
     )
@@ -83,7 +81,7 @@ GRAMMAR_STAGES = {
     **{f"parameters {name}": DrawnStage(("twice", "bias"), param_layout=name) for name in LAYOUTS[1:]},
     **{name: DrawnStage(("linear", "gelu", "layer_norm"), dtype=name) for name in DTYPES[1:]},
     "given two, takes one": DrawnStage(("linear",), input_kind="two"),
-    **{how: DrawnStage((Wrapped(how, ("linear", "twice", "tanh")),)) for how in stage_functions.AROUND},
+    **{name: DrawnStage((Wrapped(name, ("linear", "twice", "tanh")),)) for name in stage_functions.AROUND},
 }
 IN_PLACE = [name for name in LAYERS if LAYERS[name].in_place]
 OTHER_LAYERS = [name for name in LAYERS if name not in (*ACTIVATIONS, *IN_PLACE)]
@@ -184,11 +182,8 @@ class TrainingCase:
                 y = self.example.function(second_params, scale_stage(first_params, x))
             loss_share = loss(y, target) * 0.5
             grads = torch.autograd.grad(loss_share, trained_leaves, allow_unused=True)
-            sums = (
-                [b if a is None else a if b is None else a + b for a, b in zip(sums, grads, strict=True)]
-                if index
-                else grads
-            )
+            pairs = zip(sums, grads, strict=True)
+            sums = [b if a is None else a if b is None else a + b for a, b in pairs] if index else grads
             total = total + loss_share.detach() if index else loss_share.detach()
         return total, sums
 
@@ -298,8 +293,8 @@ def test_the_input_of_a_stage_is_cast_anew_for_each_use(ambient, trace):
     params = {"w": torch.randn(8)}, {"w": torch.randn(8, 8), "v": torch.randn(8, 8)}
     batch = torch.randn(6, 8), torch.randn(6, 8)
     model = fpipe.from_functions([scale_input, queries_and_keys], loss=lambda y, t: twice(y, t.t()))
-    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in each.items()} for each in params]
-    flat = [leaf for each in leaves for leaf in each.values()]
+    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in stage_params.items()} for stage_params in params]
+    flat = [leaf for stage_leaves in leaves for leaf in stage_leaves.values()]
     summed = None
     with autocast(ambient):
         for x, t in zip(*(half.tensor_split(2) for half in batch), strict=True):
@@ -308,9 +303,9 @@ def test_the_input_of_a_stage_is_cast_anew_for_each_use(ambient, trace):
             summed = grads if summed is None else [a + b for a, b in zip(summed, grads, strict=True)]
         for halves in ([], [fpipe.split_backward()], [fpipe.checkpoint(), fpipe.split_backward()]):
             program = fpipe.chain(fpipe.split(2), *halves, fpipe.schedules.one_f_one_b(2), fpipe.merge())
-            found = fpipe.build(program(fpipe.program(model)), model, trace=trace)(params, batch)
-            for one, other in zip(summed, [g for each in found.grads for g in each.values()], strict=True):
-                assert torch.equal(one, other)
+            result = fpipe.build(program(fpipe.program(model)), model, trace=trace)(params, batch)
+            for expected, grad in zip(summed, tree.leaves(result.grads), strict=True):
+                assert torch.equal(grad, expected)
 
 
 def test_a_compiled_function_is_never_handed_tensors_without_data():
