@@ -1,4 +1,4 @@
-"""Steps that torch's own pipelines, replicas, shards and tensor-parallel layers make on four processes."""
+"""`compare_step` checks torch's pipelines, replicas, shards and tensor-parallel layers on four processes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.toys import Toy
 MICROBATCHES, CLIP, RATE = 2, 0.05, 0.1  # of each replica
 
 
-def local(leaf: Tensor) -> Tensor:
+def local_tensor(leaf: Tensor) -> Tensor:
     return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach().clone()
 
 
-def named(module: nn.Module) -> dict[str, Tensor]:
-    return {name: local(leaf) for name, leaf in module.named_parameters()}
+def local_params(module: nn.Module) -> dict[str, Tensor]:
+    return {name: local_tensor(leaf) for name, leaf in module.named_parameters()}
 
 
 def mlp() -> nn.Sequential:
@@ -40,61 +40,61 @@ def batches(*shape: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(*shape), torch.randn(*shape)) for _ in range(2)]
 
 
-class Pipelined:
-    """Two stages under torch's 1F1B, each on two ranks with rows of their own."""
+class PipelineTraining:
+    """Two stages under torch's 1F1B, in two replicas with different rows."""
 
-    def __init__(self, mesh: DeviceMesh, how: str) -> None:
-        self.how, self.pp, self.dp = how, mesh["pp"], mesh["dp"]
-        number = self.pp.get_local_rank()
+    def __init__(self, mesh: DeviceMesh, case: str) -> None:
+        self.case, self.pp, self.dp = case, mesh["pp"], mesh["dp"]
+        stage_index = self.pp.get_local_rank()
         self.stage: Any = mlp()
-        for name in ("2", "3") if number == 0 else ("0", "1"):
+        for name in ("2", "3") if stage_index == 0 else ("0", "1"):
             del self.stage._modules[name]
-        if "shards" in how:
+        if "shards" in case:
             fully_shard(self.stage, mesh=self.dp)
-        stage = PipelineStage(self.stage, number, 2, torch.device("cpu"), group=self.pp.get_group())
-        average = "summed" not in how
-        self.schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=MSE, scale_grads=average)
+        pipeline_stage = PipelineStage(self.stage, stage_index, 2, torch.device("cpu"), group=self.pp.get_group())
+        average = "summed" not in case
+        self.schedule = Schedule1F1B(pipeline_stage, MICROBATCHES, loss_fn=MSE, scale_grads=average)
         self.optimizer = torch.optim.SGD(self.stage.parameters(), lr=RATE, momentum=0.9)
 
     def average(self) -> None:
-        """Over replicas."""
+        """Average gradients over replicas."""
         for leaf in self.stage.parameters():
             dist.all_reduce(leaf.grad, group=self.dp.get_group())
             leaf.grad.div_(2)
 
     def clip(self) -> None:
-        """By the norm of all, which torch leaves to its users."""
+        """Clip by the norm over all ranks, which torch leaves to its users."""
         leaves = [leaf for leaf in self.stage.parameters() if leaf.grad is not None]
-        if "summed" in self.how:
+        if "summed" in self.case:
             return
-        if "own norms" in self.how:
+        if "own norms" in self.case:
             nn.utils.clip_grad_norm_(leaves, CLIP)
             return
-        parts = [leaf.grad.to_local() if isinstance(leaf.grad, DTensor) else leaf.grad for leaf in leaves]
-        square = torch.stack([part.square().sum() for part in parts]).sum()
-        if "shards" in self.how and "own parts" not in self.how:
+        local_grads = [leaf.grad.to_local() if isinstance(leaf.grad, DTensor) else leaf.grad for leaf in leaves]
+        square = torch.stack([grad.square().sum() for grad in local_grads]).sum()
+        if "shards" in self.case and "own parts" not in self.case:
             dist.all_reduce(square, group=self.dp.get_group())
-        if "own parts" not in self.how:
+        if "own parts" not in self.case:
             dist.all_reduce(square, group=self.pp.get_group())
-        share = torch.clamp(CLIP / (square.sqrt() + 1e-6), max=1.0)
-        for part in parts:
-            part.mul_(share)
+        factor = torch.clamp(CLIP / (square.sqrt() + 1e-6), max=1.0)
+        for grad in local_grads:
+            grad.mul_(factor)
 
     def run(self) -> dict[str, Tensor]:
         for x, target in batches(8, 8):
-            mine = 0 if "shared rows" in self.how else self.dp.get_local_rank()
-            x, target = (half.chunk(2)[mine] for half in (x, target))
+            replica = 0 if "shared rows" in self.case else self.dp.get_local_rank()
+            x, target = (half.chunk(2)[replica] for half in (x, target))
             self.optimizer.zero_grad()
             self.schedule.step(*([x] if self.pp.get_local_rank() == 0 else []), target=target)
-            if "shards" not in self.how and "alone" not in self.how:
+            if "shards" not in self.case and "alone" not in self.case:
                 self.average()
             self.clip()
             self.optimizer.step()
-        return named(self.stage)
+        return local_params(self.stage)
 
 
-def pipelined(rank: int, how: str) -> dict[str, Tensor]:
-    return Pipelined(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), how).run()
+def train_pipelined(rank: int, case: str) -> dict[str, Tensor]:
+    return PipelineTraining(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), case).run()
 
 
 PIPELINED = {
@@ -108,32 +108,40 @@ PIPELINED = {
 }
 
 
-def judged(net: nn.Module, each: Any, after: Any, **how: Any) -> fpipe.Report:
+def compare(net: nn.Module, step_batches: Any, params_by_rank: Any, **options: Any) -> fpipe.Report:
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
-    return fpipe.compare_step(model, params, each, after, **how)
+    return fpipe.compare_step(model, params, step_batches, params_by_rank, **options)
 
 
-@pytest.mark.parametrize("how", PIPELINED)
-def test_steps_of_torchs_pipeline_are_judged(four: Processes, how: str):
-    after, words, clip = four.each(pipelined, how), PIPELINED[how], None if "summed" in how else CLIP
-    said: dict[str, Any] = {"rule": "SGD", "lr": RATE, "momentum": 0.9, "clip": clip, "microbatches": 2 * MICROBATCHES}
-    if words is None:
-        assert len(judged(mlp(), batches(8, 8), after, **said).leaves) == 6
+@pytest.mark.parametrize("case", PIPELINED)
+def test_steps_of_torchs_pipeline_are_compared(four: Processes, case: str):
+    params_by_rank, message, clip = four.run(train_pipelined, case), PIPELINED[case], None if "summed" in case else CLIP
+    options: dict[str, Any] = {
+        "rule": "SGD",
+        "lr": RATE,
+        "momentum": 0.9,
+        "clip": clip,
+        "microbatches": 2 * MICROBATCHES,
+    }
+    if message is None:
+        assert len(compare(mlp(), batches(8, 8), params_by_rank, **options).leaves) == 6
         return
-    with pytest.raises(fpipe.GradientMismatch, match=words):
-        judged(mlp(), batches(8, 8), after, **said)
+    with pytest.raises(fpipe.GradientMismatch, match=message):
+        compare(mlp(), batches(8, 8), params_by_rank, **options)
 
 
 def block() -> nn.Sequential:
     torch.manual_seed(0)
-    bias = Toy(lambda own, x: x + own.bias, bias=nn.Parameter(torch.randn(8)))  # which comes after the reduction
+    bias = Toy(lambda toy, x: x + toy.bias, bias=nn.Parameter(torch.randn(8)))  # added after the reduction
     layers = nn.LayerNorm(8), nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 8, bias=False), bias
     return nn.Sequential(*layers)
 
 
-def in_tensor_parallel(rank: int, how: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A block under sequence parallelism, in two replicas: its norm and its last bias see half of the sequence on each
-    rank. Parameters after two steps, and the last gradients before they are clipped."""
+def train_tensor_parallel(rank: int, case: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train a sequence-parallel block in two replicas; return its parameters and last unclipped gradients.
+
+    The norm and the last bias see half of the sequence on each rank.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp, net = mesh["tp"], block()
     plan = {
@@ -142,30 +150,30 @@ def in_tensor_parallel(rank: int, how: str) -> tuple[dict[str, Tensor], dict[str
     }
     parallelize_module(net, tp, plan)
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9, foreach=False)
-    for x, target in batches(4, 6, 8)[: 1 if "once" in how else 2]:
+    for x, target in batches(4, 6, 8)[: 1 if "once" in case else 2]:
         x, target = (half.chunk(2)[mesh.get_local_rank("dp")].chunk(2, 1)[tp.get_local_rank()] for half in (x, target))
         optimizer.zero_grad()
         (MSE(net(x), target) / 2).backward()  # the mean over both halves of the sequence
         copies = [leaf for leaf in net.parameters() if not isinstance(leaf, DTensor)]
-        pieces = [leaf for leaf in net.parameters() if isinstance(leaf, DTensor)]
-        for leaf in copies if "not added" not in how else copies[:0]:
+        shards = [leaf for leaf in net.parameters() if isinstance(leaf, DTensor)]
+        for leaf in copies if "not added" not in case else copies[:0]:
             dist.all_reduce(leaf.grad, group=tp.get_group())
-        parts = [leaf.grad.to_local() if isinstance(leaf, DTensor) else leaf.grad for leaf in net.parameters()]
-        for part in parts:
-            dist.all_reduce(part, group=mesh["dp"].get_group())
-            part.div_(2)
-        grads = {name: local(leaf.grad) for name, leaf in net.named_parameters()}
-        square = torch.stack([leaf.grad.to_local().square().sum() for leaf in pieces]).sum()
-        own = torch.stack([leaf.grad.square().sum() for leaf in copies]).sum()
-        alone = "copies twice" in how or "own parts" in how
-        square = square + own if alone else square
-        if "own parts" not in how:
+        local_grads = [leaf.grad.to_local() if isinstance(leaf, DTensor) else leaf.grad for leaf in net.parameters()]
+        for grad in local_grads:
+            dist.all_reduce(grad, group=mesh["dp"].get_group())
+            grad.div_(2)
+        grads = {name: local_tensor(leaf.grad) for name, leaf in net.named_parameters()}
+        square = torch.stack([leaf.grad.to_local().square().sum() for leaf in shards]).sum()
+        copies_square = torch.stack([leaf.grad.square().sum() for leaf in copies]).sum()
+        norm_is_local = "copies twice" in case or "own parts" in case
+        square = square + copies_square if norm_is_local else square
+        if "own parts" not in case:
             dist.all_reduce(square, group=tp.get_group())
-        square = square if alone or "left out" in how else square + own
-        for part in parts if "unclipped" not in how else ():
-            part.mul_(torch.clamp(CLIP / (square.sqrt() + 1e-6), max=1.0))
+        square = square if norm_is_local or "left out" in case else square + copies_square
+        for grad in local_grads if "unclipped" not in case else ():
+            grad.mul_(torch.clamp(CLIP / (square.sqrt() + 1e-6), max=1.0))
         optimizer.step()
-    return named(net), grads
+    return local_params(net), grads
 
 
 PARALLEL: dict[str, str | None] = {
@@ -180,14 +188,21 @@ PARALLEL: dict[str, str | None] = {
 }
 
 
-@pytest.mark.parametrize("how", PARALLEL)
-def test_steps_of_tensor_parallel_layers_are_judged(four: Processes, how: str):
-    after, grads = zip(*four.each(in_tensor_parallel, how), strict=True)
-    clip, words = None if "unclipped" in how else CLIP, PARALLEL[how]
-    said: dict[str, Any] = {"rule": "SGD", "lr": RATE, "momentum": 0.9, "clip": clip, "microbatches": 2, "grads": grads}
-    each = batches(4, 6, 8)[: 1 if "once" in how else 2]
-    if words is None:
-        assert len(judged(block(), each, after, **said).leaves) == 5
+@pytest.mark.parametrize("case", PARALLEL)
+def test_steps_of_tensor_parallel_layers_are_compared(four: Processes, case: str):
+    params_by_rank, grads = zip(*four.run(train_tensor_parallel, case), strict=True)
+    clip, message = None if "unclipped" in case else CLIP, PARALLEL[case]
+    options: dict[str, Any] = {
+        "rule": "SGD",
+        "lr": RATE,
+        "momentum": 0.9,
+        "clip": clip,
+        "microbatches": 2,
+        "grads": grads,
+    }
+    step_batches = batches(4, 6, 8)[: 1 if "once" in case else 2]
+    if message is None:
+        assert len(compare(block(), step_batches, params_by_rank, **options).leaves) == 5
         return
-    with pytest.raises(fpipe.GradientMismatch, match=words):
-        judged(block(), each, after, **said)
+    with pytest.raises(fpipe.GradientMismatch, match=message):
+        compare(block(), step_batches, params_by_rank, **options)

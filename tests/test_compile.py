@@ -1,4 +1,4 @@
-"""Stages as machine code of torch's inductor: autograd's gradients to rounding, each equal stage compiled once."""
+"""Stages compiled by inductor give autograd's gradients to rounding, and equal stages are compiled once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.processes import Processes
 MSE = nn.functional.mse_loss
 pytestmark = [
     pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler on the CPU"),
-    pytest.mark.filterwarnings("error"),  # those of torch about itself, too, which other tests are spared
+    pytest.mark.filterwarnings("error"),  # also warnings of torch about itself, which other tests ignore
 ]
 ROWS = torch.linspace(-1, 1, 64).view(8, 8), torch.linspace(1, -2, 64).view(8, 8)
 
@@ -47,24 +47,24 @@ def zero_bubble(model: fpipe.Model, ranks: int = 2) -> fpipe.Program:
     )(fpipe.program(model))
 
 
-def close(found: fpipe.Result, expected: fpipe.Result) -> bool:
-    both = (leaves((one.loss, one.grads, one.state or ())) for one in (found, expected))
-    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*both, strict=True))
+def is_close(actual: fpipe.Result, expected: fpipe.Result) -> bool:
+    leaf_lists = (leaves((result.loss, result.grads, result.state or ())) for result in (actual, expected))
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*leaf_lists, strict=True))
 
 
 def test_a_compiled_step_gives_the_gradients_of_autograd_to_rounding(capsys: pytest.CaptureFixture[str]):
     program, model, params = two_stages()
-    found = fpipe.build(program, model, compile=True, runtime="threads")(params, ROWS)
+    result = fpipe.build(program, model, compile=True, runtime="threads")(params, ROWS)
     assert re.fullmatch(r"fpipe compiled 4 graphs in \d+\.\d s\n", capsys.readouterr().err)
-    assert close(found, fpipe.reference(model, params, ROWS))
-    alone = fpipe.build(program, model, compile=True)(params, ROWS)
+    assert is_close(result, fpipe.reference(model, params, ROWS))
+    local_result = fpipe.build(program, model, compile=True)(params, ROWS)
     assert capsys.readouterr().err == ""  # what is compiled is compiled
-    assert all(map(torch.equal, leaves(alone.grads), leaves(found.grads)))
+    assert all(map(torch.equal, leaves(local_result.grads), leaves(result.grads)))
 
 
-def test_a_sum_takes_products_in_where_it_is():
-    """Inductor copied the sum, added the product to that, and copied it back."""
-    a, b, g, total = (Name(word) for word in ("a_0", "b_0", "g_0", "total_0"))
+def test_sums_accumulate_products_in_place():
+    """Inductor used to copy the sum, add the product, and copy it back."""
+    a, b, g, total = (Name(name) for name in ("a_0", "b_0", "g_0", "total_0"))
     facts = {name: fact_in_own_storage(aval_of_tensor(torch.ones(24, 24))) for name in (a, b, g, total)}
     product = Node(g, torch.ops.aten.mm.default, (a, b), {})
     graph = add_into_sums(Graph((product,), facts, {}, {"a": (a,), "b": (b,)}, {"g": (g,)}), ["g"], None, exact=False)
@@ -79,21 +79,21 @@ def test_a_sum_takes_products_in_where_it_is():
     assert "aten::copy_" not in {event.key for event in seen.key_averages()}
 
 
-def rank_of_two(rank: int) -> str:
-    """One rank compiles what it runs when the step is built: the line that tells it."""
+def compile_on_rank(rank: int) -> str:
+    """Build a compiled step on this rank and return the line that reports it."""
     program, model, params = two_stages()
-    with redirect_stderr(io.StringIO()) as line:
+    with redirect_stderr(io.StringIO()) as stderr:
         step = fpipe.build(program, model, compile=True, runtime="distributed", example=(params, ROWS))
-    found = step(fpipe.local_params(program, params), ROWS)
+    result = step(fpipe.local_params(program, params), ROWS)
     torch.testing.assert_close(
-        found.grads[rank], fpipe.reference(model, params, ROWS).grads[rank], rtol=1e-5, atol=1e-6
+        result.grads[rank], fpipe.reference(model, params, ROWS).grads[rank], rtol=1e-5, atol=1e-6
     )
-    return line.getvalue().split(" in ")[0]
+    return stderr.getvalue().split(" in ")[0]
 
 
 @pytest.mark.deep
-def test_each_of_two_processes_compiles_what_it_runs(pair: Processes):
-    assert pair.each(rank_of_two) == ["fpipe compiled 2 graphs"] * 2
+def test_each_process_compiles_its_own_graphs(pair: Processes):
+    assert pair.run(compile_on_rank) == ["fpipe compiled 2 graphs"] * 2
 
 
 @pytest.mark.deep
@@ -103,23 +103,23 @@ def test_split_backward_checkpoint_dropout_and_compile_go_together(capsys: pytes
     program = zero_bubble(model)
     step = fpipe.build(program, model, compile=True)
     expected = fpipe.build(program, model)(params, ROWS, key=3)
-    assert close(step(params, ROWS, key=3), expected)
+    assert is_close(step(params, ROWS, key=3), expected)
     assert "fpipe compiled" in capsys.readouterr().err
     assert not torch.equal(step(params, ROWS, key=4).loss, expected.loss)
     threads = fpipe.build(program, model, compile=True, runtime="threads")
-    assert close(threads(params, ROWS, key=3), expected)
+    assert is_close(threads(params, ROWS, key=3), expected)
     assert "fpipe compiled" not in capsys.readouterr().err  # what is compiled is compiled
 
 
 @pytest.mark.deep
 def test_equal_stages_are_compiled_once(capsys: pytest.CaptureFixture[str]):
-    def told(count: int) -> str:
+    def compile_and_report(count: int) -> str:
         model, params, _ = fpipe.from_sequential(layers(count), stages=count, loss=MSE)
-        found = fpipe.build(zero_bubble(model, count), model, compile=True)(params, ROWS)
-        assert close(found, fpipe.reference(model, params, ROWS, microbatches=2))
+        result = fpipe.build(zero_bubble(model, count), model, compile=True)(params, ROWS)
+        assert is_close(result, fpipe.reference(model, params, ROWS, microbatches=2))
         return capsys.readouterr().err.split(" in ")[0]
 
-    assert told(3) == told(5) != ""
+    assert compile_and_report(3) == compile_and_report(5) != ""
 
 
 SCRIPT = """
@@ -135,42 +135,44 @@ print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_
 
 
 @pytest.mark.deep
-def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+def test_a_second_process_reuses_the_compile_cache(tmp_path):
     def run() -> list[int]:
-        told = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", SCRIPT],
             check=True,
             capture_output=True,
             text=True,
             env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": "."},
         )
-        return [*map(int, told.stdout.split())]
+        return [*map(int, process.stdout.split())]
 
     misses, hits = run()
     assert misses > 0 == hits
     assert run() == [0, misses]
 
 
-def test_running_statistics_are_updated_beside_what_is_compiled(capsys: pytest.CaptureFixture[str]):
-    """A forward that also updates takes how much a batch weighs, which is no tensor: KeyError 'factor_0'."""
+def test_compiled_steps_update_running_statistics(capsys: pytest.CaptureFixture[str]):
+    """Used to raise KeyError 'factor_0': an updating forward takes the weight of a batch, which is no tensor."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
     batch = torch.randn(6, 8), torch.randn(6, 8)
-    found, expected = (fpipe.build(program, model, compile=on)(params, batch, state=state) for on in (True, False))
-    assert close(found, expected)
+    result, expected = (
+        fpipe.build(program, model, compile=compiles)(params, batch, state=state) for compiles in (True, False)
+    )
+    assert is_close(result, expected)
 
 
-def made(op: object, *numbers: float) -> Graph:
-    """One op that draws from a generator, of a matrix that the graph reads."""
+def random_graph(op: object, *numbers: float) -> Graph:
+    """Return a graph of one op that draws random numbers for a matrix it reads."""
     x, y, rng = Name("x_0"), Name("y_0"), Name("rng_cpu")
     facts = dict.fromkeys((x, y), fact_in_own_storage(aval_of_tensor(torch.ones(2, 2))))
     return Graph((Node(y, op, (x, *numbers), {"generator": rng}),), facts, {}, {"x": (x,), "rng": (rng,)}, {"y": (y,)})
 
 
-def test_numbers_that_depend_on_what_is_computed_are_not_compiled():
-    """No compiled code takes a generator, so all numbers are drawn before it runs."""
-    graph = made(torch.ops.aten.bernoulli.default)
+def test_random_numbers_that_depend_on_computed_values_are_not_compiled():
+    """Compiled code takes no generator, so all random numbers are drawn before it runs."""
+    graph = random_graph(torch.ops.aten.bernoulli.default)
     with pytest.raises(RuntimeError, match="compile=True takes no bernoulli\\.default, whose random numbers depend"):
         Kernel(graph, "F of stage 0").compile()
     assert compile_graph(graph)([torch.ones(2, 2)], [torch.Generator()])[0][0].sum() == 4

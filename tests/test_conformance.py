@@ -1,4 +1,4 @@
-"""Every schedule through every law: legal, complete, the right gradients, the published numbers. One row a schedule."""
+"""Every schedule is legal, has the published numbers, and gives the gradients of plain autograd."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_schedules.json").r
 
 
 class Row(NamedTuple):
-    """A schedule, what the golden file calls it, and how its numbers compare: equal, or no worse."""
+    """A schedule with its names in the golden file; its numbers are equal, or no worse."""
 
     name: str
     golden: tuple[str, ...] | Callable[[int], tuple[str, ...]] = ()  # or f(p)
@@ -25,16 +25,16 @@ class Row(NamedTuple):
     options: dict[str, Any] = {}  # of the factory; f(p) where it depends  # noqa: RUF012
     costs: bool = False  # whether the factory takes costs= to order by
     floors: tuple[str, ...] = ("makespan", "span")  # where it is no worse
-    drawn: Callable[[int, int], bool] = lambda p, m: True  # the p and m for which the order is the published one
+    is_published: Callable[[int, int], bool] = lambda p, m: True  # the p and m for which the order is the published one
 
     def program(self, ranks: int, microbatches: int, costs: fpipe.Costs | None = None) -> Program:
-        more = {"costs": costs} if self.costs and costs is not None else {}
+        cost_options = {"costs": costs} if self.costs and costs is not None else {}
         about = fpipe.schedules.about(self.name)
-        options = {word: value(ranks) if callable(value) else value for word, value in self.options.items()}
-        return about.program(ranks, microbatches, ranks * self.stages_per_rank, **options, **more)
+        options = {option: value(ranks) if callable(value) else value for option, value in self.options.items()}
+        return about.program(ranks, microbatches, ranks * self.stages_per_rank, **options, **cost_options)
 
     def goldens(self) -> list[dict[str, Any]]:
-        """Its rows in the golden file, of those that are there under two names one."""
+        """Return its rows in the golden file, each once even if it is there under two names."""
         rows: list[dict[str, Any]] = []
         for fact in GOLDEN:
             names = self.golden(fact["p"]) if callable(self.golden) else self.golden
@@ -43,8 +43,10 @@ class Row(NamedTuple):
         return rows
 
     def __str__(self) -> str:
-        said = "".join(f" {word}={getattr(value, '__name__', value)}" for word, value in self.options.items())
-        return f"{self.name}{said}" + (f" v={self.stages_per_rank}" if self.stages_per_rank > 1 else "")
+        options_text = "".join(
+            f" {option}={getattr(value, '__name__', value)}" for option, value in self.options.items()
+        )
+        return f"{self.name}{options_text}" + (f" v={self.stages_per_rank}" if self.stages_per_rank > 1 else "")
 
 
 def full(p: int) -> int:
@@ -55,8 +57,8 @@ def half(p: int) -> int:
     return (p + 1) // 2
 
 
-def grouped(group: Callable[[int], int]) -> dict[str, Any]:
-    """Group-interleaved 1F1B with groups of `group(p)`."""
+def group_options(group: Callable[[int], int]) -> dict[str, Any]:
+    """Return the options of group-interleaved 1F1B with groups of `group(p)`."""
     return {"options": {"group": group}, "golden": lambda p: (f"GroupInterleaved v=2 g={group(p)}",)}
 
 
@@ -73,11 +75,11 @@ ROWS = [
     Row("interleaved_overlap", stages_per_rank=3),
     Row("looped_bfs", ("LoopedBFS v=2",), stages_per_rank=2),
     Row("interleaved_zb", ("InterleavedZeroBubble v=2",), stages_per_rank=2),
-    Row("group_interleaved", stages_per_rank=2, **grouped(full)),
-    Row("group_interleaved", stages_per_rank=2, **grouped(half)),
+    Row("group_interleaved", stages_per_rank=2, **group_options(full)),
+    Row("group_interleaved", stages_per_rank=2, **group_options(half)),
     Row("group_interleaved", stages_per_rank=3, options={"group": half}),
     Row("zb_h1", ("ZB-H1",)),
-    Row("zb_h2", ("ZB-H2",), drawn=lambda p, m: m >= 2 * p - 1),
+    Row("zb_h2", ("ZB-H2",), is_published=lambda p, m: m >= 2 * p - 1),
     Row("roundpipe"),
     Row("roundpipe", stages_per_rank=2),
     Row("one_f_one_b_v", ("1F1B-V",), stages_per_rank=2),
@@ -94,7 +96,7 @@ ROWS = [
     Row("pipe_offload", options={"cap": 2}),
     Row("zb_auto", ("ZB-auto 2p",), exact=False, costs=True),
     Row("zb_auto", ("ZB-auto 1p",), exact=False, costs=True, options={"memory_cap": full}),
-    # makespan is what it is ordered by; with transfers a shorter one has a longer span
+    # Orders minimize the makespan; with transfers a shorter makespan may have a longer span.
     Row("zbv", ("ZB-V", "ZBVZeroBubble v=2"), exact=False, floors=("makespan",), stages_per_rank=2, costs=True),
     Row("v_half", ("V-Half (greedy)",), exact=False, stages_per_rank=2, costs=True),
     Row("v_min", ("V-Min (greedy)",), exact=False, stages_per_rank=2, costs=True),
@@ -110,7 +112,7 @@ def served(row: Row) -> list[tuple[int, int]]:
 
 
 def share_costs(row: Row, costs: dict[str, float]) -> fpipe.Costs:
-    """Golden costs are of a whole device share; ours are of one stage op."""
+    """Divide golden costs, which are per device, into costs of a stage."""
     parts = row.stages_per_rank * row.options.get("slices", 1)
     forward, backward, weight = (costs[letter] / parts for letter in "FBW")
     return fpipe.Costs(forward, backward, weight, transfer=costs["comm"])
@@ -138,19 +140,19 @@ def case_name(case: object) -> str:
 @pytest.mark.parametrize(("row", "fact"), GOLDEN_CASES, ids=case_name)
 def test_the_simulation_gives_the_published_numbers(row: Row, fact: dict[str, Any]):
     costs = share_costs(row, fact["costs"])
-    found = fpipe.simulate(row.program(fact["p"], fact["m"], costs), costs)
+    timeline = fpipe.simulate(row.program(fact["p"], fact["m"], costs), costs)
     peaks = fact["peak_activation_per_rank"]
-    if row.exact and row.drawn(fact["p"], fact["m"]):
-        assert (found.makespan, found.span) == pytest.approx((fact["makespan"], fact["span"]), abs=1e-9, rel=0)
-        assert found.peak == pytest.approx(peaks, abs=1e-6)
+    if row.exact and row.is_published(fact["p"], fact["m"]):
+        assert (timeline.makespan, timeline.span) == pytest.approx((fact["makespan"], fact["span"]), abs=1e-9, rel=0)
+        assert timeline.peak == pytest.approx(peaks, abs=1e-6)
     else:
-        for what in row.floors:
-            assert getattr(found, what) <= fact[what] + 1e-9
-        assert max(found.peak) <= max(peaks) + 1e-6
+        for quantity in row.floors:
+            assert getattr(timeline, quantity) <= fact[quantity] + 1e-9
+        assert max(timeline.peak) <= max(peaks) + 1e-6
 
 
 @every_row
-def test_its_gradients_are_bitwise_those_of_plain_autograd(row: Row):
+def test_gradients_are_bitwise_those_of_plain_autograd(row: Row):
     ranks, microbatches = max((p, m) for p, m in served(row) if p <= 3 and m <= 8)
     program = row.program(ranks, microbatches)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: each has rows of its own, and all get the sums of all; what goes wrong in one ends all."""
+"""Replicas of a pipeline sum their gradients over different rows, and an error in one ends all."""
 
 from __future__ import annotations
 
@@ -13,20 +13,32 @@ from torch.utils.data import DistributedSampler
 
 import fpipe
 from fpipe.tree import leaves
-from tests.processes import SOON, Processes, counted, left, result, timed
-from tests.test_distributed import MSE, alike, blocks, hang, kill, one_in_trouble, own, raising, rows, to_meta, troubled
+from tests.processes import SOON, Processes, count_resources, receive_answer, settled_growth, time_call
+from tests.test_distributed import (
+    MSE,
+    blocks,
+    fail_on_one_rank,
+    hang,
+    is_equal_tree,
+    kill,
+    local_part,
+    raise_memory_error,
+    rows,
+    to_meta,
+    trouble_program,
+)
 
 
 def replicated(
-    model: fpipe.Model | int, schedule: Any = None, *more: Any, microbatches: int = 2, axis: str = "dp"
+    model: fpipe.Model | int, schedule: Any = None, *transforms: Any, microbatches: int = 2, axis: str = "dp"
 ) -> fpipe.Program:
     schedule = schedule or fpipe.schedules.one_f_one_b(2)
-    return fpipe.chain(fpipe.split(microbatches), schedule, fpipe.merge(), fpipe.data_parallel(axis), *more)(
+    return fpipe.chain(fpipe.split(microbatches), schedule, fpipe.merge(), fpipe.data_parallel(axis), *transforms)(
         fpipe.program(model)
     )
 
 
-def test_a_sum_runs_beside_what_is_left():
+def test_sums_overlap_with_remaining_work():
     program = replicated(2)
     cells = program.table(comms=True)
     assert cells[0].index("REDUCE(all[0])") == len(cells[0]) - 1
@@ -36,11 +48,11 @@ def test_a_sum_runs_beside_what_is_left():
     assert fpipe.Costs(reduce=2).seconds(program.ops[-1]) == 2
 
 
-def test_without_a_mesh_of_replicas_it_says_how_to_make_one(four: Processes):
-    assert all(four.each(unmeshed))
+def test_a_missing_mesh_is_refused_with_the_call_to_make_it(four: Processes):
+    assert all(four.run(refuse_missing_mesh))
 
 
-def unmeshed(rank: int) -> bool:
+def refuse_missing_mesh(rank: int) -> bool:
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
     program = replicated(model, fpipe.schedules.gpipe(2))
     for mesh in (None, init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pp"))):
@@ -50,27 +62,33 @@ def unmeshed(rank: int) -> bool:
 
 
 def meshed(names: tuple[str, str] = ("dp", "pp"), shape: tuple[int, int] = (2, 2)) -> tuple[DeviceMesh, int, int]:
-    """The mesh of these processes, and which replica and rank this one is."""
+    """Return a mesh of these processes with the replica and pipeline rank of this one."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     return mesh, *(mesh.get_local_rank(name) for name in ("dp", "pp"))
 
 
 def started(
-    model: fpipe.Model, params: Any, program: fpipe.Program, batch: Any, mesh: Any = None, **more: Any
+    model: fpipe.Model, params: Any, program: fpipe.Program, batch: Any, mesh: Any = None, **options: Any
 ) -> tuple[Any, Any]:
-    """A step of all processes, and what this one hands in: parameters of its stages, or shards of them."""
+    """Build a step of all processes; return it with the parameters or shards that this one passes."""
     mesh = mesh or meshed()[0]
-    mine, others = own(program, mesh.get_local_rank("pp"), params), fpipe.tree.tree_map(to_meta, params)
+    local_params, meta_params = (
+        local_part(program, mesh.get_local_rank("pp"), params),
+        fpipe.tree.tree_map(to_meta, params),
+    )
     if any(op.kind == "GATHER" for op in program.ops):
-        mine = fpipe.shard_params(mine, mesh["dp"])
-    example = tuple(other if one is None else one for one, other in zip(mine, others, strict=True)), batch
-    return fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, **more), mine
+        local_params = fpipe.shard_params(local_params, mesh["dp"])
+    example = (
+        tuple(meta if local is None else local for local, meta in zip(local_params, meta_params, strict=True)),
+        batch,
+    )
+    return fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, **options), local_params
 
 
 def by_hand(
     net: nn.Module, batches: list[tuple[Tensor, Tensor]], microbatches: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients by plain autograd: of each replica over its microbatches, and then of one after the other."""
+    """Sum loss and gradients of plain autograd over the microbatches of each replica, then over replicas."""
     loss, grads = torch.zeros(()), dict[str, Tensor]()
     for number, batch in enumerate(batches):
         net.zero_grad()
@@ -85,28 +103,28 @@ def by_hand(
     return loss, grads
 
 
-def odd(found: fpipe.Result, loss: Tensor, grads: dict[str, Tensor]) -> list[str]:
-    """The results that differ in a bit."""
-    mine = {name: grad for stage in found.grads if stage is not None for name, grad in stage.items()}
-    wrong = [name for name, grad in mine.items() if not torch.equal(grad, grads[name])]
-    wrong += ["loss"] * (isinstance(found.loss, Tensor) and not torch.equal(found.loss, loss))
-    return wrong + ["no gradients"] * (not mine)
+def differing_results(result: fpipe.Result, loss: Tensor, grads: dict[str, Tensor]) -> list[str]:
+    """List the results that differ in any bit."""
+    local_grads = {name: grad for stage in result.grads if stage is not None for name, grad in stage.items()}
+    names = [name for name, grad in local_grads.items() if not torch.equal(grad, grads[name])]
+    names += ["loss"] * (isinstance(result.loss, Tensor) and not torch.equal(result.loss, loss))
+    return names + ["no gradients"] * (not local_grads)
 
 
-def bits(rank: int, names: tuple[str, str], schedule: str) -> list[str]:
+def compare_bits(rank: int, names: tuple[str, str], schedule: str) -> list[str]:
     mesh, replica, _ = meshed(names)
-    net, whole = blocks(4), rows(19)  # a sampler pads to as many for each
-    drawn = [[*DistributedSampler(range(19), num_replicas=2, rank=one)] for one in range(2)]  # type: ignore[arg-type]
-    batches = [(whole[0][at], whole[1][at]) for at in drawn]
+    net, full_batch = blocks(4), rows(19)  # odd, so that the sampler pads to equal numbers
+    sampled_rows = [[*DistributedSampler(range(19), num_replicas=2, rank=replica_index)] for replica_index in range(2)]  # type: ignore[arg-type]
+    batches = [(full_batch[0][rows_of_replica], full_batch[1][rows_of_replica]) for rows_of_replica in sampled_rows]
     model, params, _ = fpipe.from_sequential(net, stages=4 if schedule == "interleaved" else 2, loss=MSE)
     program = replicated(model, fpipe.schedules.get(schedule)(2), microbatches=4)
-    step, mine = started(model, params, program, batches[0], mesh, broadcast=True)
+    step, local_params = started(model, params, program, batches[0], mesh, broadcast=True)
     for _ in range(2):
-        found = step(mine, batches[replica])
+        result = step(local_params, batches[replica])
     loss, grads = by_hand(net, batches, 4)
-    norm = fpipe.global_norm(found.grads, model=model, mesh=mesh)  # each stage once, though two replicas have it
+    norm = fpipe.global_norm(result.grads, model=model, mesh=mesh)  # each stage once, though two replicas have it
     expected = fpipe.global_norm([grads[name] for stage in params for name in stage])
-    return odd(found, loss, grads) + ["norm"] * (not torch.allclose(norm, expected, rtol=1e-6))
+    return differing_results(result, loss, grads) + ["norm"] * (not torch.allclose(norm, expected, rtol=1e-6))
 
 
 @pytest.mark.parametrize(
@@ -115,57 +133,60 @@ def bits(rank: int, names: tuple[str, str], schedule: str) -> list[str]:
 def test_two_by_two_processes_give_the_bits_of_autograd_added_by_replica(
     four: Processes, names: tuple[str, str], schedule: str
 ):
-    assert four.each(bits, names, schedule) == [[]] * 4
+    assert four.run(compare_bits, names, schedule) == [[]] * 4
 
 
-def as_one(rank: int) -> list[str]:
-    """One microbatch a replica: the bits of one device with two, what it draws and which microbatch it is included."""
-    _, replica, place = meshed()
+def compare_with_one_device(rank: int) -> list[str]:
+    """Compare replicas of one microbatch with one device of two, with random numbers and microbatch indices."""
+    _, replica, stage = meshed()
 
-    def last(p: Any, x: Tensor, *, microbatch: int) -> Tensor:
+    def last_stage(p: Any, x: Tensor, *, microbatch: int) -> Tensor:
         return nn.functional.dropout(x @ p["w"], 0.5) * (microbatch + 1)
 
-    def first(p: Any, x: Tensor) -> Tensor:
+    def first_stage(p: Any, x: Tensor) -> Tensor:
         return nn.functional.dropout(x @ p["w"] + p["b"], 0.5)
 
     torch.manual_seed(3)
     params = ({"w": torch.randn(8, 8), "b": torch.randn(8)}, {"w": torch.randn(8, 8)})
-    model = fpipe.from_functions([first, last], MSE)
+    model = fpipe.from_functions([first_stage, last_stage], MSE)
     program, batch = replicated(model, microbatches=1), tuple(half.chunk(2)[replica] for half in rows(12))
-    whole = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
-    expected = fpipe.build(whole, model)(params, rows(12), key=5)
-    step, mine = started(model, params, program, batch, broadcast=True)
-    found = step(mine, batch, key=5)
-    same = alike(found.grads[place], expected.grads[place]) and torch.equal(found.loss, expected.loss)
-    return [] if same else ["bits"]
+    one_device_program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    expected = fpipe.build(one_device_program, model)(params, rows(12), key=5)
+    step, local_params = started(model, params, program, batch, broadcast=True)
+    result = step(local_params, batch, key=5)
+    is_equal = is_equal_tree(result.grads[stage], expected.grads[stage]) and torch.equal(result.loss, expected.loss)
+    return [] if is_equal else ["compare_bits"]
 
 
-def test_one_microbatch_a_replica_is_one_device_with_as_many_microbatches(four: Processes):
-    assert four.each(as_one) == [[]] * 4
+def test_replicas_of_one_microbatch_equal_one_device(four: Processes):
+    assert four.run(compare_with_one_device) == [[]] * 4
 
 
-def remembering(rank: int) -> list[bool]:
-    """Outputs and batch norms are those of a replica alone; what is measured has the sums too."""
-    mesh, replica, place = meshed()
+def keep_state_local(rank: int) -> list[bool]:
+    """Compare outputs and batch norms with those of a replica alone, and look for sums in the record."""
+    mesh, replica, stage = meshed()
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)))
     model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
     program, batch = replicated(model), tuple(half + replica for half in rows(8))
     example = (params, batch, state)
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, record=True)
-    found = step(own(program, place, params), batch, state=own(program, place, state))
-    alone = fpipe.build(program, model)(params, batch, state=state)
-    kinds = {op.kind for op, start, end in found.timeline.events if op.rank == place}
-    same = alike(found.state, own(program, place, alone.state)), place == 0 or torch.equal(found.outputs, alone.outputs)
-    return [*same, "REDUCE" in kinds]
+    result = step(local_part(program, stage, params), batch, state=local_part(program, stage, state))
+    replica_result = fpipe.build(program, model)(params, batch, state=state)
+    kinds = {op.kind for op, start, end in result.timeline.events if op.rank == stage}
+    checks = (
+        is_equal_tree(result.state, local_part(program, stage, replica_result.state)),
+        stage == 0 or torch.equal(result.outputs, replica_result.outputs),
+    )
+    return [*checks, "REDUCE" in kinds]
 
 
-def test_state_and_outputs_stay_those_of_a_replica(four: Processes):
-    assert four.each(remembering) == [[True] * 3] * 4
+def test_state_and_outputs_stay_local_to_a_replica(four: Processes):
+    assert four.run(keep_state_local) == [[True] * 3] * 4
 
 
-def one_rank_each(rank: int, shape: tuple[int, int]) -> bool:
-    """Four replicas of one rank, and one replica of four: one device, but for rounding."""
+def compare_shapes(rank: int, shape: tuple[int, int]) -> bool:
+    """Compare four replicas of one rank, or one replica of four, with one device to rounding."""
     mesh, replica, place = meshed(("dp", "pp"), shape)
     model, params, _ = fpipe.from_sequential(blocks(4).double(), stages=4, loss=MSE)
     params = tuple({name: leaf.double() for name, leaf in stage.items()} for stage in params)
@@ -174,22 +195,22 @@ def one_rank_each(rank: int, shape: tuple[int, int]) -> bool:
     batch = tuple(half.chunk(shape[0])[replica] for half in whole)
     step, mine = started(model, params, program, batch, mesh)
     found = step(mine, batch)
-    expected = own(program, place, fpipe.reference(model, params, whole).grads)
+    expected = local_part(program, place, fpipe.reference(model, params, whole).grads)
     pairs = zip(leaves(found.grads), leaves(expected), strict=True)
     return all(a is b or torch.allclose(a, b, rtol=1e-10, atol=1e-14) for a, b in pairs)
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
-def test_a_mesh_may_have_only_replicas_or_one_of_them(four: Processes, shape: tuple[int, int]):
-    assert four.each(one_rank_each, shape) == [True] * 4
+def test_a_mesh_may_have_one_rank_or_one_replica(four: Processes, shape: tuple[int, int]):
+    assert four.run(compare_shapes, shape) == [True] * 4
 
 
-def other_rows(rank: int, count: int) -> list[str]:
-    """Replicas with as many rows as before, and one with another number."""
+def change_row_counts(rank: int, count: int) -> list[str]:
+    """Run steps with another number of rows, first in all replicas and then in one."""
     _, replica, _ = meshed()
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    step, mine = started(model, params, replicated(model), rows(6))
-    return [timed(lambda n=n: step(mine, rows(n[replica])))[0] for n in ([8, 8], [6, count])]
+    step, local_params = started(model, params, replicated(model), rows(6))
+    return [time_call(lambda n=n: step(local_params, rows(n[replica])))[0] for n in ([8, 8], [6, count])]
 
 
 OTHER_ROWS = {
@@ -199,97 +220,103 @@ OTHER_ROWS = {
 
 
 @pytest.mark.parametrize("count", OTHER_ROWS)
-def test_means_over_other_numbers_of_rows_are_refused_on_all_replicas(four: Processes, count: int):
-    """They may not fill the microbatches of one."""
-    for told in four.each(other_rows, count):
-        assert told[0] == "worked"
-        assert told[1].startswith(("ValueError: ", "RankError: replica "))
-        assert OTHER_ROWS[count] in told[1]
+def test_unequal_rows_are_refused_on_all_replicas(four: Processes, count: int):
+    """One row does not even fill the microbatches of its replica."""
+    for outcomes in four.run(change_row_counts, count):
+        assert outcomes[0] == "worked"
+        assert outcomes[1].startswith(("ValueError: ", "RankError: replica "))
+        assert OTHER_ROWS[count] in outcomes[1]
 
 
-def disagreeing(rank: int, how: str) -> str:
+def build_disagreeing(rank: int, difference: str) -> str:
     _, replica, _ = meshed()
-    model, params, _ = fpipe.from_sequential(blocks(4 if how == "parameters" and rank == 3 else 2), stages=2, loss=MSE)
-    schedule = fpipe.schedules.gpipe(2) if how == "program" and rank == 3 else None
+    model, params, _ = fpipe.from_sequential(
+        blocks(4 if difference == "parameters" and rank == 3 else 2), stages=2, loss=MSE
+    )
+    schedule = fpipe.schedules.gpipe(2) if difference == "program" and rank == 3 else None
     try:
-        step, mine = started(model, params, replicated(model, schedule, microbatches=3), rows())
-        step(mine, rows(), key=replica)
+        step, local_params = started(model, params, replicated(model, schedule, microbatches=3), rows())
+        step(local_params, rows(), key=replica)
     except ValueError as error:
         return str(error)
     return "nothing"
 
 
-@pytest.mark.parametrize("how", ["program", "parameters", "key"])
-def test_who_of_all_replicas_differs_is_named_on_all(four: Processes, how: str):
-    who = "replica 1: rank 0" if how == "key" else "replica 1: rank 1"
-    assert all(f"{who} differs from replica 0: rank 0 in its {how}" in said for said in four.each(disagreeing, how))
+@pytest.mark.parametrize("difference", ["program", "parameters", "key"])
+def test_all_replicas_name_the_rank_that_differs(four: Processes, difference: str):
+    rank_name = "replica 1: rank 0" if difference == "key" else "replica 1: rank 1"
+    assert all(
+        f"{rank_name} differs from replica 0: rank 0 in its {difference}" in message
+        for message in four.run(build_disagreeing, difference)
+    )
 
 
-def keyed_apart(rank: int) -> list[str]:
+def change_keys(rank: int) -> list[str]:
     _, replica, _ = meshed()
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    step, mine = started(model, params, replicated(model, microbatches=3), rows())
-    return [timed(lambda key=key: step(mine, rows(), key=key))[0] for key in (7, 8 + replica)]
+    step, local_params = started(model, params, replicated(model, microbatches=3), rows())
+    return [time_call(lambda key=key: step(local_params, rows(), key=key))[0] for key in (7, 8 + replica)]
 
 
-def test_replicas_with_other_keys_in_a_later_step_are_refused_on_all(four: Processes):
-    for first, second in four.each(keyed_apart):
-        assert first == "worked"
-        assert second.endswith("ValueError: the replicas have keys 8, 9 in this step; all need one key.")
+def test_unequal_keys_in_a_later_step_are_refused_on_all_replicas(four: Processes):
+    for first_outcome, second_outcome in four.run(change_keys):
+        assert first_outcome == "worked"
+        assert second_outcome.endswith("ValueError: the replicas have keys 8, 9 in this step; all need one key.")
 
 
-def refusing(rank: int) -> str:
+def refuse_on_one_rank(rank: int) -> str:
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    with pytest.raises((ValueError, RuntimeError)) as found:
+    with pytest.raises((ValueError, RuntimeError)) as error_info:
         started(model, params, replicated(model), rows(), loss_scale=-1 if rank == 2 else 1)
-    return str(found.value)
+    return str(error_info.value)
 
 
-def test_what_one_process_refuses_to_build_is_told_in_every_replica(four: Processes):
-    words = "loss_scale is a finite number above 0"
-    for rank, said in enumerate(four.each(refusing)):
-        who = "" if rank == 2 else "replica 1: rank 0 failed outside of its ops: ValueError: "
-        assert said.startswith(who + words)
+def test_build_errors_of_one_process_reach_all_replicas(four: Processes):
+    message = "loss_scale is a finite number above 0"
+    for rank, received in enumerate(four.run(refuse_on_one_rank)):
+        prefix = "" if rank == 2 else "replica 1: rank 0 failed outside of its ops: ValueError: "
+        assert received.startswith(prefix + message)
 
 
-@pytest.mark.parametrize("who", [0, 3])
-def test_what_an_op_raises_is_told_in_every_replica_and_ends_the_run(four: Processes, who: int):
-    for rank, told in enumerate(four.each(one_in_trouble, who, raising, None, (2, 2))):
-        assert "the run is over" in told[2]
-        assert told[1] < SOON
-        if rank == who:
-            assert told[0] == "MemoryError: out of memory"
+@pytest.mark.parametrize("failing_rank", [0, 3])
+def test_errors_of_an_op_reach_all_replicas_and_end_the_run(four: Processes, failing_rank: int):
+    for rank, outcome in enumerate(four.run(fail_on_one_rank, failing_rank, raise_memory_error, None, (2, 2))):
+        assert "the run is over" in outcome[2]
+        assert outcome[1] < SOON
+        if rank == failing_rank:
+            assert outcome[0] == "MemoryError: out of memory"
         else:
-            words = f"replica {who // 2}: rank {who % 2} failed in {who % 2}F3: stage {who % 2} (stage), microbatch 3"
-            assert told[0].startswith(f"RankError: {words}")
+            replica, stage = divmod(failing_rank, 2)
+            message = f"replica {replica}: rank {stage} failed in {stage}F3: stage {stage} (stage), microbatch 3"
+            assert outcome[0].startswith(f"RankError: {message}")
 
 
-def forty(rank: int) -> list[int]:
-    """How many more tensors, threads and files there are after so many steps; and sums that a step keeps."""
-    program, model, params, batch = troubled(2, fpipe.data_parallel())
-    step, mine = started(model, params, program, batch)
+def count_leaks(rank: int) -> list[int]:
+    """Count the tensors, threads and files that 20 steps leave, and the tensors that still hold a sum."""
+    program, model, params, batch = trouble_program(2, fpipe.data_parallel())
+    step, local_params = started(model, params, program, batch)
     for number in range(40):
         if number == 20:
-            before = counted()
-        step(mine, batch)
-    more = left(counted, before)
-    found = step(mine, batch)
-    memory = found.grads[rank % 2]["w"].untyped_storage().data_ptr()
-    del found
+            baseline = count_resources()
+        step(local_params, batch)
+    growth = settled_growth(count_resources, baseline)
+    result = step(local_params, batch)
+    memory = result.grads[rank % 2]["w"].untyped_storage().data_ptr()
+    del result
 
-    def kept() -> list[int]:
-        tensors = (one for one in gc.get_objects() if type(one) is Tensor)
-        return [sum(one.untyped_storage().data_ptr() == memory for one in tensors)]
+    def count_memory_holders() -> list[int]:
+        tensors = (tensor for tensor in gc.get_objects() if type(tensor) is Tensor)
+        return [sum(tensor.untyped_storage().data_ptr() == memory for tensor in tensors)]
 
-    return [*more, *left(kept, [0])]
+    return [*growth, *settled_growth(count_memory_holders, [0])]
 
 
-def test_forty_steps_leave_nothing_behind(four: Processes):
-    assert four.each(forty) == [[0, 0, 0, 0]] * 4
+def test_forty_steps_leak_nothing(four: Processes):
+    assert four.run(count_leaks) == [[0, 0, 0, 0]] * 4
 
 
 @pytest.mark.parametrize(
-    ("what", "shape"),
+    ("fail", "shape"),
     [
         (kill, (3, 1)),
         (hang, (2, 2)),
@@ -297,13 +324,13 @@ def test_forty_steps_leave_nothing_behind(four: Processes):
         pytest.param(hang, (3, 1), marks=pytest.mark.deep),
     ],
 )
-def test_a_process_that_is_lost_is_named_in_every_replica(what: Any, shape: tuple[int, int]):
-    who, timeout = 1, 2.0 if what is hang else None
+def test_all_replicas_name_a_dead_process(fail: Any, shape: tuple[int, int]):
+    failing_rank, timeout = 1, 2.0 if fail is hang else None
     name = "replica 0: rank 1" if shape == (2, 2) else "replica 1: rank 0"
-    with Processes(shape[0] * shape[1]) as several:
-        several.start(one_in_trouble, who, what, timeout, shape)
-        for told in [result(pipe) for rank, pipe in enumerate(several.pipes) if rank != who]:
-            assert told[0].startswith(f"RankError: {name} {'did not' if what is hang else 'is gone'}")
-            assert told[1] < (timeout or 0) + SOON
-            assert "start all ranks again" in told[2]
-        several.all[who].kill()
+    with Processes(shape[0] * shape[1]) as processes:
+        processes.start(fail_on_one_rank, failing_rank, fail, timeout, shape)
+        for outcome in [receive_answer(pipe) for rank, pipe in enumerate(processes.pipes) if rank != failing_rank]:
+            assert outcome[0].startswith(f"RankError: {name} {'did not' if fail is hang else 'is gone'}")
+            assert outcome[1] < (timeout or 0) + SOON
+            assert "start all ranks again" in outcome[2]
+        processes.all[failing_rank].kill()

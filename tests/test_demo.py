@@ -1,4 +1,4 @@
-"""The demo at a tiny size: it says what it found, and says so too when something is wrong."""
+"""The demo at a tiny size reports equal results, and fails when something differs."""
 
 import io
 
@@ -12,7 +12,7 @@ from examples import demo
 TINY = demo.Sizes(width=16, heads=2, context=8, rows=10, steps=3, sample=5)
 
 
-def printed(sizes: demo.Sizes) -> tuple[bool, str]:
+def run_demo(sizes: demo.Sizes) -> tuple[bool, str]:
     file = io.StringIO()
     with torch.random.fork_rng(devices=[]):
         good = demo.run(Console(file=file, width=110, highlight=False, markup=False, emoji=False), sizes)
@@ -20,26 +20,26 @@ def printed(sizes: demo.Sizes) -> tuple[bool, str]:
 
 
 def test_every_program_and_every_step_of_the_training_is_bitwise_plain_autograd():
-    good, text = printed(TINY)
+    good, text = run_demo(TINY)
     assert good, text
     assert "bitwise equal at 3 of 3 steps, and so are the final parameters." in text
-    result, _, *after = text[text.index("12 of 12") :].splitlines()
-    assert result == "12 of 12 programs bitwise equal to plain autograd"
-    assert [line.strip() for line in after[1:]] == list(demo.TRY)
+    headline, _, *lines_to_try = text[text.index("12 of 12") :].splitlines()
+    assert headline == "12 of 12 programs bitwise equal to plain autograd"
+    assert [line.strip() for line in lines_to_try[1:]] == list(demo.TRY)
     assert max(map(len, text.splitlines())) <= 110
 
 
 def test_a_gradient_that_is_off_by_one_bit_fails_the_demo(monkeypatch):
-    joined = fpipe.join_params
+    join_params = fpipe.join_params
 
     def one_bit_off(*args):
-        grads = joined(*args)
-        last = list(grads)[-1]
-        return {**grads, last: torch.nextafter(grads[last], torch.tensor(float("inf")))}
+        grads = join_params(*args)
+        last_name = list(grads)[-1]
+        return {**grads, last_name: torch.nextafter(grads[last_name], torch.tensor(float("inf")))}
 
     monkeypatch.setattr(fpipe, "join_params", one_bit_off)
     monkeypatch.setattr(demo, "PROGRAMS", demo.PROGRAMS[:2])
-    good, text = printed(TINY)
+    good, text = run_demo(TINY)
     assert not good
     assert "\n0 of 2 programs bitwise equal to plain autograd\n" in text
 
@@ -47,7 +47,7 @@ def test_a_gradient_that_is_off_by_one_bit_fails_the_demo(monkeypatch):
 def test_a_training_that_differs_fails_the_demo(monkeypatch):
     monkeypatch.setattr(demo, "PROGRAMS", [])
     monkeypatch.setattr(fpipe, "assign_grads", lambda params, grads: None)
-    good, text = printed(TINY)
+    good, text = run_demo(TINY)
     assert not good
     assert "bitwise equal at 1 of 3 steps, but the final parameters are NOT." in text
 

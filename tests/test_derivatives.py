@@ -1,4 +1,4 @@
-"""Derivatives of a whole model, and gradients of single rows: modules, what changes later, what is refused."""
+"""Derivatives of whole models and gradients of single rows equal those of torch.func, or are refused."""
 
 from __future__ import annotations
 
@@ -45,47 +45,49 @@ def named(grads: Any) -> Named:
 
 
 def direction(params: Any) -> Any:
-    make = torch.Generator().manual_seed(2)
-    return tree.tree_map(lambda leaf: torch.randn(leaf.shape, generator=make, dtype=leaf.dtype), params)
+    generator = torch.Generator().manual_seed(2)
+    return tree.tree_map(lambda leaf: torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), params)
 
 
-def step(model: fpipe.Model, stages: int = 2, merge: str = "sum", **options: Any) -> Any:
-    program = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(stages), fpipe.merge(grads=merge))(fpipe.program(model))
+def step(model: fpipe.Model, stages: int = 2, merge_grads: str = "sum", **options: Any) -> Any:
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(stages), fpipe.merge(grads=merge_grads))(
+        fpipe.program(model)
+    )
     return fpipe.build(program, model, **options)
 
 
-def close(found: Named, expected: Named) -> None:
-    assert found.keys() == expected.keys()
-    for name, leaf in found.items():
+def assert_close(actual: Named, expected: Named) -> None:
+    assert actual.keys() == expected.keys()
+    for name, leaf in actual.items():
         torch.testing.assert_close(leaf, expected[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("trace", [False, pytest.param(True, marks=pytest.mark.deep)])
-def test_the_hessian_product_of_a_transformer(trace: bool):
-    """Autograd over forward mode would be wrong, silently: torch forgets the mean inside a layer norm's derivative."""
+def test_jvp_gives_the_hessian_product_of_a_transformer(trace: bool):
+    """Autograd over forward mode would be silently wrong: torch drops the mean in a layer norm's derivative."""
     net = transformer()
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=cross_entropy)
-    found = step(fpipe.jvp(model), trace=trace)(fpipe.make_dual(params, direction(params)), TEXT)
-    product, gradient = map(named, fpipe.unpack_dual(found.grads))
+    result = step(fpipe.jvp(model), trace=trace)(fpipe.make_dual(params, direction(params)), TEXT)
+    product, gradient = map(named, fpipe.unpack_dual(result.grads))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        own, v = dict(net.named_parameters()), named(direction(params))
-        of = grad(lambda params: loss_of(net, cross_entropy, params, *TEXT))
-        expected = jvp(of, ({name: leaf.detach() for name, leaf in own.items()},), (v,))
-    close(gradient, expected[0])
-    close(product, expected[1])
-    assert found.loss.item() == pytest.approx(sum((gradient[name] * v[name]).sum().item() for name in v), rel=1e-10)
-    assert found.aux["loss"].item() == pytest.approx(loss_of(net, cross_entropy, own, *TEXT).item(), rel=1e-10)
+        net_params, v = dict(net.named_parameters()), named(direction(params))
+        gradient_at = grad(lambda params: loss_of(net, cross_entropy, params, *TEXT))
+        expected = jvp(gradient_at, ({name: leaf.detach() for name, leaf in net_params.items()},), (v,))
+    assert_close(gradient, expected[0])
+    assert_close(product, expected[1])
+    assert result.loss.item() == pytest.approx(sum((gradient[name] * v[name]).sum().item() for name in v), rel=1e-10)
+    assert result.aux["loss"].item() == pytest.approx(loss_of(net, cross_entropy, net_params, *TEXT).item(), rel=1e-10)
 
 
-def test_the_gradient_of_each_row_of_a_transformer():
+def test_per_example_gives_the_gradient_of_each_row():
     net = transformer()
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=cross_entropy)
-    found = step(fpipe.per_example(model), merge="rows")(params, TEXT)
-    own = {name: leaf.detach() for name, leaf in net.named_parameters()}
-    of_row = grad(lambda params, x, target: loss_of(net, cross_entropy, params, x[None], target[None]))
+    result = step(fpipe.per_example(model), merge_grads="rows")(params, TEXT)
+    net_params = {name: leaf.detach() for name, leaf in net.named_parameters()}
+    row_gradient = grad(lambda params, x, target: loss_of(net, cross_entropy, params, x[None], target[None]))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        close(named(found.grads), vmap(of_row, in_dims=(None, 0, 0))(own, *TEXT))
-    assert found.outputs.shape == (6, 1, 5, 11)
+        assert_close(named(result.grads), vmap(row_gradient, in_dims=(None, 0, 0))(net_params, *TEXT))
+    assert result.outputs.shape == (6, 1, 5, 11)
 
 
 @pytest.mark.parametrize(
@@ -97,57 +99,58 @@ def test_the_gradient_of_each_row_of_a_transformer():
     ],
     ids=["batch norm", "group norm", "in place"],
 )
-def test_the_hessian_product_is_the_difference_of_gradients(layers: tuple[nn.Module, ...]):
-    """Of F.mse_loss torch.func.jvp itself needs a tangent for the target, and says so only by an odd error."""
+def test_the_hessian_product_equals_a_difference_of_gradients(layers: tuple[nn.Module, ...]):
+    """For F.mse_loss torch.func.jvp needs a tangent of the target, and reports that only by an unclear error."""
     torch.manual_seed(0)
     model, params, state = fpipe.from_sequential(nn.Sequential(*layers).double(), stages=2, loss=F.mse_loss)
     v, plain = direction(params), step(model)
-    found = step(fpipe.jvp(model))(fpipe.make_dual(params, v), NUMBERS, state=state)
-    ends = [tree.tree_map(lambda p, d, by=by: p + by * d, params, v) for by in (1e-6, -1e-6)]
-    up, down = (named(plain(end, NUMBERS, state=state).grads) for end in ends)
-    for name, leaf in named(fpipe.unpack_dual(found.grads)[0]).items():
-        torch.testing.assert_close(leaf, (up[name] - down[name]) / 2e-6, rtol=1e-5, atol=1e-7)
+    result = step(fpipe.jvp(model))(fpipe.make_dual(params, v), NUMBERS, state=state)
+    shifted_params = [
+        tree.tree_map(lambda p, d, step_size=step_size: p + step_size * d, params, v) for step_size in (1e-6, -1e-6)
+    ]
+    upper_grads, lower_grads = (named(plain(shifted, NUMBERS, state=state).grads) for shifted in shifted_params)
+    for name, leaf in named(fpipe.unpack_dual(result.grads)[0]).items():
+        torch.testing.assert_close(leaf, (upper_grads[name] - lower_grads[name]) / 2e-6, rtol=1e-5, atol=1e-7)
     assert state is None or all(
         a is b or torch.equal(a, b)
-        for a, b in zip(tree.leaves(found.state), tree.leaves(plain(params, NUMBERS, state=state).state), strict=True)
+        for a, b in zip(tree.leaves(result.state), tree.leaves(plain(params, NUMBERS, state=state).state), strict=True)
     )
 
 
-def test_dropout_draws_the_same_numbers_again():
-    """The backward on dual numbers runs the stage once more, as torch.utils.checkpoint does."""
+def test_derivatives_redraw_the_dropout_of_the_forward():
+    """The backward on dual numbers recomputes the stage, like torch.utils.checkpoint."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Tanh(), nn.Linear(8, 4)).double()
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
     model, plain = fpipe.jvp(model), step(model)(params, NUMBERS, key=3)
     duals = fpipe.make_dual(params, direction(params))
-    found = step(model, trace=False)(duals, NUMBERS, key=3)
-    close(named(fpipe.unpack_dual(found.grads)[1]), named(plain.grads))
+    result = step(model, trace=False)(duals, NUMBERS, key=3)
+    assert_close(named(fpipe.unpack_dual(result.grads)[1]), named(plain.grads))
     with pytest.warns(UserWarning, match=r"stage 0 \(0, 1\): its backward draws random numbers"):
         traced = step(model)(duals, NUMBERS, key=3)
-    assert all(map(torch.equal, tree.leaves(traced.grads), tree.leaves(found.grads)))
+    assert all(map(torch.equal, tree.leaves(traced.grads), tree.leaves(result.grads)))
 
 
 @pytest.mark.parametrize("rows", [True, False])
-def test_what_modules_hold_is_read_as_it_is_then(rows: bool):
-    """A trace of a function around a stage of modules has their buffers and their mode inside."""
-
-    by = torch.ones(4, dtype=torch.float64)
-    shifted = Toy(lambda own, x: x * own.by if own.training else x, by=by)
+def test_derivatives_read_the_current_buffers_and_mode_of_modules(rows: bool):
+    """A trace of a function around a stage of modules freezes their buffers and their mode."""
+    factor = torch.ones(4, dtype=torch.float64)
+    shifted = Toy(lambda toy, x: x * toy.factor if toy.training else x, factor=factor)
     net = nn.Sequential(nn.Linear(4, 4).double(), shifted)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
     transformed, merge = (fpipe.per_example(model), "rows") if rows else (fpipe.jvp(model), "sum")
-    given = params if rows else fpipe.make_dual(params, params)
-    run = step(transformed, merge=merge)
+    step_params = params if rows else fpipe.make_dual(params, params)
+    run = step(transformed, merge_grads=merge)
 
-    def again() -> bool:
-        plain = step(transformed, merge=merge, trace=False)(given, NUMBERS)
-        return all(map(torch.equal, tree.leaves(run(given, NUMBERS).grads), tree.leaves(plain.grads)))
+    def traced_equals_untraced() -> bool:
+        plain = step(transformed, merge_grads=merge, trace=False)(step_params, NUMBERS)
+        return all(map(torch.equal, tree.leaves(run(step_params, NUMBERS).grads), tree.leaves(plain.grads)))
 
-    assert again()
-    net[1].by = torch.full((4,), 3.0, dtype=torch.float64)
-    assert again()
+    assert traced_equals_untraced()
+    net[1].factor = torch.full((4,), 3.0, dtype=torch.float64)
+    assert traced_equals_untraced()
     net.eval()
-    assert again()
+    assert traced_equals_untraced()
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
@@ -161,50 +164,50 @@ def linear(p: Named, x: Tensor) -> Tensor:
 W = {"w": torch.eye(4, dtype=torch.float64)}
 
 
-def test_a_loss_of_a_stage_and_a_carry_have_tangents_too():
-    def balanced(p: Named, x: Tensor) -> tuple[Tensor, Tensor]:
+def test_losses_of_stages_and_carries_have_tangents():
+    def with_penalty(p: Named, x: Tensor) -> tuple[Tensor, Tensor]:
         return x @ p["w"], p["w"].pow(4).sum()
 
-    def summing(p: Named, x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    def with_carry(p: Named, x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
         y = x @ p["w"] if carry is None else x @ p["w"] + carry
         return y.tanh(), y.sum(1, keepdim=True)
 
-    model = fpipe.jvp(fpipe.from_functions([balanced, summing], squares, aux_losses=[0]))
+    model = fpipe.jvp(fpipe.from_functions([with_penalty, with_carry], squares, aux_losses=[0]))
     params, batch = (W, W), tuple(torch.ones(2, 3, 4, dtype=torch.float64) for _ in range(2))
     sliced = fpipe.chain(fpipe.split(2, slices=3), fpipe.merge())(fpipe.program(model))
-    found = fpipe.build(sliced, model)(fpipe.make_dual(params, (W, W)), batch)
+    result = fpipe.build(sliced, model)(fpipe.make_dual(params, (W, W)), batch)
 
-    def whole(params: tuple[Named, Named]) -> Tensor:
+    def full_loss(params: tuple[Named, Named]) -> Tensor:
         x, carry, total = batch[0] @ params[0]["w"], None, params[0]["w"].pow(4).sum()
         for k in range(3):
-            y, carry = summing(params[1], x[:, k : k + 1], carry=carry)
+            y, carry = with_carry(params[1], x[:, k : k + 1], carry=carry)
             total = total + squares(y, batch[1][:, k : k + 1]) / 3
         return total
 
-    expected = jvp(grad(whole), (params,), ((W, W),))
-    product, gradient = fpipe.unpack_dual(found.grads)
-    for number in range(2):
-        close(gradient[number], expected[0][number])
-        close(product[number], expected[1][number])
+    expected = jvp(grad(full_loss), (params,), ((W, W),))
+    product, gradient = fpipe.unpack_dual(result.grads)
+    for stage in range(2):
+        assert_close(gradient[stage], expected[0][stage])
+        assert_close(product[stage], expected[1][stage])
 
 
-def test_what_has_no_tangent_is_constant_and_what_is_not_used_has_no_gradient():
-    def two(p: Named, x: Tensor) -> Tensor:
+def test_leaves_without_tangent_are_constant_and_unused_leaves_have_no_gradient():
+    def scaled_linear(p: Named, x: Tensor) -> Tensor:
         return x @ p["w"] * p["scale"]
 
-    model = fpipe.from_functions([two], squares)
+    model = fpipe.from_functions([scaled_linear], squares)
     params = ({**W, "scale": torch.tensor(2.0, dtype=torch.float64), "unused": torch.ones(2)},)
     duals = fpipe.make_dual(params, ({"w": W["w"], "scale": None, "unused": None},))
     tangent = fpipe.jvp(model)
     product, gradient = fpipe.unpack_dual(fpipe.build(fpipe.program(tangent), tangent)(duals, NUMBERS).grads)
     expected = jvp(grad(lambda w: squares(NUMBERS[0] @ w * 2, NUMBERS[1])), (W["w"],), (W["w"],))
-    close({"w": gradient[0]["w"], "Hw": product[0]["w"]}, dict(zip(("w", "Hw"), expected, strict=True)))
+    assert_close({"w": gradient[0]["w"], "Hw": product[0]["w"]}, dict(zip(("w", "Hw"), expected, strict=True)))
     assert gradient[0]["scale"] is None
     of_rows = fpipe.per_example(model)
     assert fpipe.build(fpipe.program(of_rows), of_rows)(params, NUMBERS).grads[0]["unused"] is None
 
 
-def test_verify_knows_rows():
+def test_verify_compares_gradients_of_rows():
     model = fpipe.per_example(fpipe.from_functions([linear, linear], squares))
     split = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2))(fpipe.program(model))
     for program in (fpipe.merge(grads="rows")(split), split):
@@ -213,7 +216,7 @@ def test_verify_knows_rows():
         assert "The undivided batch gives the same loss and gradients" in report.undivided
 
 
-# What is refused.
+# Refusals.
 
 
 class Sine(torch.autograd.Function):
@@ -232,46 +235,46 @@ def with_function(p: Named, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [True, False])
-def test_a_function_of_autograds_without_the_rule_is_refused_where_it_stands(rows: bool):
+def test_autograd_functions_without_setup_context_are_refused_by_stage(rows: bool):
     model = fpipe.from_functions([linear, with_function], squares)
     transformed, merge = (fpipe.per_example(model), "rows") if rows else (fpipe.jvp(model), "sum")
-    given = (W, W) if rows else fpipe.make_dual((W, W), (W, W))
-    with pytest.raises(RuntimeError, match="must override the setup_context staticmethod") as caught:
-        step(transformed, merge=merge)(given, NUMBERS)
-    assert "in 1F0: stage 1 (with_function), microbatch 0, rank 1" in caught.value.__notes__
+    step_params = (W, W) if rows else fpipe.make_dual((W, W), (W, W))
+    with pytest.raises(RuntimeError, match="must override the setup_context staticmethod") as error_info:
+        step(transformed, merge_grads=merge)(step_params, NUMBERS)
+    assert "in 1F0: stage 1 (with_function), microbatch 0, rank 1" in error_info.value.__notes__
 
 
-def test_rows_that_do_not_stand_alone_are_refused_by_name():
+def test_stages_that_mix_rows_are_refused_by_name():
     norm, _, _ = fpipe.from_sequential(nn.Sequential(nn.BatchNorm1d(4)), stages=1, loss=F.mse_loss)
     with pytest.raises(ValueError, match=r"stage 0 \(0\) has module state, which is no single row's"):
         fpipe.per_example(norm)
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).double()
     drops, params, _ = fpipe.from_sequential(net, stages=1, loss=F.mse_loss)
-    with pytest.raises(RuntimeError, match="called random operation") as caught:
+    with pytest.raises(RuntimeError, match="called random operation") as error_info:
         step(fpipe.per_example(drops), 1, "rows")(params, NUMBERS, key=1)
-    assert any("stage 0 (0, 1)" in note for note in caught.value.__notes__)
+    assert any("stage 0 (0, 1)" in note for note in error_info.value.__notes__)
 
 
-def test_a_model_that_is_made_of_another_prints_how() -> None:
-    """It printed what the other one prints, as if nothing had been done to it."""
+def test_derived_models_print_how_they_were_made() -> None:
+    """Used to print only the report of the original model."""
     model = replace(fpipe.from_functions([linear, linear], loss=squares), report="stage 0: embed")
     frozen = fpipe.freeze(fpipe.freeze(model, 0), (1, "w"))
     assert str(frozen) == "frozen: w of stage 1\nfrozen: all of stage 0\nstage 0: embed"
-    how = "jvp: on dual numbers, so a tangent beside each parameter and what depends on it"
-    assert str(fpipe.jvp(frozen)) == f"{how}\n{frozen}"
-    how = "per_example: gradients row by row, of parameters that each row is handed"
-    assert str(fpipe.per_example(model)) == f"{how}\n{model}"
+    report = "jvp: on dual numbers, so a tangent beside each parameter and what depends on it"
+    assert str(fpipe.jvp(frozen)) == f"{report}\n{frozen}"
+    report = "per_example: gradients row by row, of parameters that each row is handed"
+    assert str(fpipe.per_example(model)) == f"{report}\n{model}"
 
 
 MODEL = fpipe.from_functions([linear], squares)
 ROWS = fpipe.per_example(MODEL)
 
 
-def built(split: Any, *more: Any) -> Any:
-    return fpipe.build(fpipe.chain(split, *more)(fpipe.program(ROWS)), ROWS)
+def build_rows(split: Any, *transforms: Any) -> Any:
+    return fpipe.build(fpipe.chain(split, *transforms)(fpipe.program(ROWS)), ROWS)
 
 
-test_what_has_no_rows_or_tangents_is_refused = refusals(
+test_invalid_rows_and_tangents_are_refused = refusals(
     globals(),
     """
 fpipe.per_example(ROWS)
@@ -280,14 +283,14 @@ step(ROWS, 1)
     ValueError: adds gradients of single rows
 step(MODEL, 1, "rows")
     ValueError: merge(grads="rows") is for gradients of single rows
-built(fpipe.split(2, spec=fpipe.Chunk(1)))
+build_rows(fpipe.split(2, spec=fpipe.Chunk(1)))
     ValueError: takes rows of dim 0 apart, of whole sequences; found the spec
-built(fpipe.split(2, slices=2))
+build_rows(fpipe.split(2, slices=2))
     ValueError: takes rows of dim 0 apart, of whole sequences; found slices
-# Row i of one replica was added to row i of another.
-built(fpipe.split(2), fpipe.merge(grads="rows"), fpipe.data_parallel())
+# Used to add row i of one replica to row i of another.
+build_rows(fpipe.split(2), fpipe.merge(grads="rows"), fpipe.data_parallel())
     ValueError: adds up over replicas, whose single rows are not the same: leave data_par
-built(fpipe.split(2), fpipe.merge(grads="rows"), fpipe.shard())
+build_rows(fpipe.split(2), fpipe.merge(grads="rows"), fpipe.shard())
     ValueError: adds up over replicas, whose single rows are not the same: leave shard out
 fpipe.merge(grads="mean")
     ValueError: grads is 'sum' or 'rows', found 'mean'
