@@ -139,7 +139,7 @@ KINDS: dict[str, tuple[Any, str | None]] = {
     "boolean masks": (MaskedExperts, None),
     "an expert that looks": (
         lambda: MaskedExperts(Branching),
-        "module 'blocks.1.inner.experts.0' (Gated), at test_opaque.py:",
+        "module 'blocks.1.inner.experts.0' (Branching), at test_opaque.py:",
     ),
 }
 

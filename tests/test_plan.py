@@ -55,7 +55,7 @@ def group_count(plan: Plan) -> int:
 
 
 @max_examples(50)
-@given(costs=layer_costs(), ranks=st.integers(1, 4), run=st.sampled_from(["fused", "train", "infer"]), data=st.data())
+@given(costs=layer_costs(), ranks=st.integers(1, 4), run=st.sampled_from(["fused", "train", "infer"]), draws=st.data())
 def test_a_plan_takes_the_fewest_turns_of_its_largest_group(costs: Any, ranks: int, run: Any, draws: st.DataObject):
     count = len(costs.forward)
     memory = draws.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))

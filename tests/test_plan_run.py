@@ -300,75 +300,75 @@ MODEL, *EXAMPLE = make_model()
 test_refusals = refusals(
     globals(),
     """
-planned(ranks=0)
+small_plan(ranks=0)
     ValueError: ranks is a whole number, at least 1; found 0.
-planned(microbatches=8)
+small_plan(microbatches=8)
     ValueError: microbatches lists numbers of microbatches, such as [8, 16]; found 8.
-planned(microbatches=[0])
+small_plan(microbatches=[0])
     ValueError: microbatches lists whole numbers, at least 1; found 0.
-planned(checkpoint=["sometimes"])
+small_plan(checkpoint=["sometimes"])
     ValueError: some of never, except_last, always; found 'sometimes'.
-planned(schedules=["zbw"])
+small_plan(schedules=["zbw"])
     ValueError: there is no schedule 'zbw'; did you mean zbv
-planned(schedules=[fpipe.schedules.gpipe(2)])
+small_plan(schedules=[fpipe.schedules.gpipe(2)])
     ValueError: a schedule is given by name, such as 'hanayo:waves=2', found
-planned(memory=-1)
+small_plan(memory=-1)
     ValueError: memory is the most that a rank may hold, above 0; found -1.
-planned(search=-1)
+small_plan(search=-1)
     ValueError: search is seconds, from 0; found -1.
-planned(cluster="1 rank")
+small_plan(cluster="1 rank")
     ValueError: there are 2 ranks, and the cluster has 1.
-planned(fpipe.Costs(), cluster="2 ranks; each rank memory 1GB")
+small_plan(fpipe.Costs(), cluster="2 ranks; each rank memory 1GB")
     ValueError: a cluster's memory needs bytes of values
-planned(rows=16, microbatches=[4, 8])
+small_plan(rows=16, microbatches=[4, 8])
     ValueError: microbatches of 4, 2 rows need {rows: costs}
-planned({2: COSTS, 8: WEIGHED}, rows=16, microbatches=[2, 8])
+small_plan({2: COSTS, 8: WEIGHED}, rows=16, microbatches=[2, 8])
     ValueError: all costs say bytes, or none do; those of 2 rows say none.
-planned({2: COSTS, 8: COSTS}, rows=16, microbatches=[2, 16])
+small_plan({2: COSTS, 8: COSTS}, rows=16, microbatches=[2, 16])
     ValueError: a microbatch has 1 rows, and costs are given for 2, 8 rows;
-planned(rows=0)
+small_plan(rows=0)
     ValueError: rows is a whole number, at least 1; found 0.
-planned(stages=0)
+small_plan(stages=0)
     ValueError: stages is a whole number, at least 1; found 0.
-planned(replicas=2)
+small_plan(replicas=2)
     ValueError: replicas= needs shard=, some of step, run, use
-planned(shard=["use"])
+small_plan(shard=["use"])
     ValueError: shard= needs replicas: say replicas=2
-planned(shard=["each"], replicas=2)
+small_plan(shard=["each"], replicas=2)
     ValueError: shard lists some of step, run, use, never; found 'each'.
-planned(shard="use", replicas=2)
+small_plan(shard="use", replicas=2)
     ValueError: shard lists some of step, run, use, never; found 'use'.
-planned(shard=["use"], replicas=2, cluster="2 ranks; replicas 4 1us")
+small_plan(shard=["use"], replicas=2, cluster="2 ranks; replicas 4 1us")
     ValueError: replicas=2, and the cluster has 4; say them once.
-planned(flops=1e12)
+small_plan(flops=1e12)
     ValueError: go with a Model; costs are given, not measured.
-planned(memory=0.1, checkpoint=["never", "always"])
+small_plan(memory=0.1, checkpoint=["never", "always"])
     ValueError: nothing fits: rank 0 must hold 1 rows at least, by gpipe, m=4, recompute always, and may hold 0.1 rows.
 # Rank 0 has room for anything, so what it holds says nothing of why rank 1 cannot hold its 40 bytes.
-planned(WEIGHED, cluster="2 ranks; rank 0 memory 1000B; rank 1 memory 30B", schedules=["one_f_one_b"])
+small_plan(WEIGHED, cluster="2 ranks; rank 0 memory 1000B; rank 1 memory 30B", schedules=["one_f_one_b"])
     ValueError: nothing fits: rank 1 must hold 40 B at least, by one_f_one_b, m=4, and may hold 30 B.
-planned(schedules=["chimera"], microbatches=[3])
+small_plan(schedules=["chimera"], microbatches=[3])
     ValueError: no schedule serves 2 ranks and these microbatches. chimera:
 # Fewer stages than ranks ended the plan, and a cap below zero was what the search complained of.
-planned(stages=1, search=0.01)
+small_plan(stages=1, search=0.01)
     ValueError: found: 2 ranks for 1 stages: each rank needs
-planned(replace(COSTS, bytes=bytes_of), memory=90, search=0.01, microbatches=[2])
+small_plan(replace(COSTS, bytes=bytes_of), memory=90, search=0.01, microbatches=[2])
     ValueError: nothing fits: rank 1 must hold 204 B
 # A table of bytes without wres served no schedule with a W, each with a reason that no other schedule mends.
-planned(with_bytes(dict.fromkeys(["y", "dx", "res", "params", "g", "sum", "x", "t", "loss"], 4.0)))
+small_plan(with_bytes(dict.fromkeys(["y", "dx", "res", "params", "g", "sum", "x", "t", "loss"], 4.0)))
     ValueError: the bytes of
 # Only the search cuts backwards in two; that nobody had said the bytes of halves read as if nothing were found.
-planned(with_bytes(dict.fromkeys(NAMES, 4.0)), search=0.01)
+small_plan(with_bytes(dict.fromkeys(NAMES, 4.0)), search=0.01)
     ValueError: the bytes of wres
-planned(None)
+small_plan(None)
     TypeError: plan_run takes an fpipe.Model, fpipe.Costs, {rows: costs} or f(parts) -> costs; found
-planned({4: COSTS})
+small_plan({4: COSTS})
     ValueError: {rows: costs} needs rows=, how many the batch has.
-planned(MODEL)
+small_plan(MODEL)
     ValueError: a model needs example=(params, batch)
-planned(MODEL, *GIVEN, profiled=[2])
+small_plan(MODEL, *EXAMPLE, profiled=[2])
     ValueError: costs are profiled at 2 microbatches: add a number beyond 4
-planned(SEQUENTIAL)
+small_plan(SEQUENTIAL)
     TypeError: with a Model; found Sequential. A Sequential goes through fpipe.from_seq
 """,
 )

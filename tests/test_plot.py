@@ -375,7 +375,7 @@ def test_an_arrow_of_a_trace_goes_from_the_writer_to_the_reader(program: Program
 
 def test_the_pictures_of_the_docs_are_up_to_date(tmp_path: Path):
     folder = Path(__file__).parents[1] / "docs" / "pictures"
-    runpy.run_path(str(folder / "draw.py"))["simulated"](tmp_path)
+    runpy.run_path(str(folder / "draw.py"))["draw_simulated"](tmp_path)
     for file in tmp_path.iterdir():
         hint = f"python docs/pictures/draw.py makes a new {file.name}"
         assert file.read_text() == (folder / file.name).read_text(), hint

@@ -287,7 +287,7 @@ fpipe.search(fpipe.chain(fpipe.split(3), schedules.gpipe(2))(CHAIN_2), ranks=2, 
 fpipe.search(fpipe.split(2, slices=2)(CHAIN_2), ranks=2)
     ProgramError: use fpipe.schedules.seq1f1b
 fpipe.simulate(fpipe.split(2)(CHAIN_1), fpipe.Costs(bytes=fpipe.sizes(CHAIN_1, MODEL, (EYE,), BATCH)))
-    ValueError: the bytes of x[0,0] are not known: these are the sizes of a
+    ValueError: the bytes of x[0,0] are not known: these are sizes of another program
 fpipe.sizes(CHAIN_1, fpipe.from_functions([container_by_sign], lambda y, target: y[0].sum()), (EYE,), BATCH)
     ValueError: not known before it runs: stage 0 (container_by_sign): DataDependent
 fpipe.simulate(COMMUNICATED, fpipe.Costs(transfer=1), cluster="2 ranks; inside 1us")
