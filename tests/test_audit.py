@@ -1,4 +1,4 @@
-"""Audits find what a trace misses: Python values that change after the trace, and kernels that compute wrongly."""
+"""Audits find Python values that change after the trace, and kernels that compute wrongly."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def cut_loss(net: nn.Module) -> Any:
 
 @pytest.mark.parametrize("cut", [cut_graphs, cut_loss])
 def test_checkpointed_nets_pass_the_audit_after_their_parameters_change(cut: Callable[..., Any]):
-    """Used to be accused: in the backward a checkpoint reads the module's parameters, not those of functional_call."""
+    """Used to be accused: in the backward a checkpoint reads the module's parameters and ignores functional_call."""
     trainer = Trainer(cut(Checkpointed()))
     trainer()
     trainer.params = tuple({name: leaf + 0.5 for name, leaf in stage.items()} for stage in trainer.params)

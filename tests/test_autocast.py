@@ -119,7 +119,7 @@ NETS: dict[str, Callable[[], nn.Sequential]] = {
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, None], ids=repr)
 @pytest.mark.parametrize("kind", NETS)
 def test_backwards_run_outside_autocast(kind: str, options: dict[str, Any] | None, policy: str, step_is_inside: bool):
-    """Used to give a float32 router bfloat16 gradients, 1e-3 off those of `.backward()` after the autocast."""
+    """Used to give a float32 router bfloat16 gradients, which differ by 1e-3 from `.backward()` after the autocast."""
     torch.manual_seed(0)
     net, batch = NETS[kind](), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)

@@ -178,7 +178,7 @@ fpipe.Costs(cluster=4)
 
 
 def test_search_on_a_cluster_beats_named_schedules():
-    """Its makespan is that of `simulate`, with queues of links and slow ranks."""
+    """Its makespan equals `simulate`, with queues of links and slow ranks."""
     sizes = {"y": 1.0, "dx": 1.0, "res": 10.0, "wres": 5.0}
     text = "2 hosts x 2 ranks; inside 1s 2B/s; between 2s 1B/s shared; rank 3 speed 0.5"
     costs = fpipe.Costs(5, 6, 4, bytes=lambda value: sizes.get(value.name, 0.0), cluster=text)  # type: ignore[arg-type]

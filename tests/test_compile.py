@@ -70,13 +70,13 @@ def test_sums_accumulate_products_in_place():
     graph = add_into_sums(Graph((product,), facts, {}, {"a": (a,), "b": (b,)}, {"g": (g,)}), ["g"], None, exact=False)
     kernel = Kernel(graph, "W of stage 0")
     kernel.compile()
-    one, two, held = torch.rand(24, 24), torch.rand(24, 24), torch.rand(24, 24)
-    expected = held + one @ two
-    with profile() as seen:
-        ((found,),) = kernel([one], [two], [held])
-    assert found is held
-    torch.testing.assert_close(found, expected)
-    assert "aten::copy_" not in {event.key for event in seen.key_averages()}
+    left, right, buffer = torch.rand(24, 24), torch.rand(24, 24), torch.rand(24, 24)
+    expected = buffer + left @ right
+    with profile() as profiler:
+        ((returned,),) = kernel([left], [right], [buffer])
+    assert returned is buffer
+    torch.testing.assert_close(returned, expected)
+    assert "aten::copy_" not in {event.key for event in profiler.key_averages()}
 
 
 def compile_on_rank(rank: int) -> str:

@@ -163,7 +163,7 @@ def test_replicas_of_one_microbatch_equal_one_device(four: Processes):
 
 
 def keep_state_local(rank: int) -> list[bool]:
-    """Compare outputs and batch norms with those of a replica alone, and look for sums in the record."""
+    """Compare outputs and batch norms with a single replica, and look for sums in the record."""
     mesh, replica, stage = meshed()
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)))
@@ -187,16 +187,16 @@ def test_state_and_outputs_stay_local_to_a_replica(four: Processes):
 
 def compare_shapes(rank: int, shape: tuple[int, int]) -> bool:
     """Compare four replicas of one rank, or one replica of four, with one device to rounding."""
-    mesh, replica, place = meshed(("dp", "pp"), shape)
+    mesh, replica, pipeline_rank = meshed(("dp", "pp"), shape)
     model, params, _ = fpipe.from_sequential(blocks(4).double(), stages=4, loss=MSE)
     params = tuple({name: leaf.double() for name, leaf in stage.items()} for stage in params)
-    whole = tuple(half.double() for half in rows(16))
+    full_batch = tuple(half.double() for half in rows(16))
     program = replicated(model, fpipe.schedules.one_f_one_b(shape[1]))
-    batch = tuple(half.chunk(shape[0])[replica] for half in whole)
-    step, mine = started(model, params, program, batch, mesh)
-    found = step(mine, batch)
-    expected = local_part(program, place, fpipe.reference(model, params, whole).grads)
-    pairs = zip(leaves(found.grads), leaves(expected), strict=True)
+    batch = tuple(half.chunk(shape[0])[replica] for half in full_batch)
+    step, local_params = started(model, params, program, batch, mesh)
+    result = step(local_params, batch)
+    expected = local_part(program, pipeline_rank, fpipe.reference(model, params, full_batch).grads)
+    pairs = zip(leaves(result.grads), leaves(expected), strict=True)
     return all(a is b or torch.allclose(a, b, rtol=1e-10, atol=1e-14) for a, b in pairs)
 
 

@@ -1,4 +1,4 @@
-"""Derivatives of whole models and gradients of single rows equal those of torch.func, or are refused."""
+"""Derivatives of whole models and gradients of single rows equal torch.func, or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of two processes, each with a rank on a fake device; `scenarios.py` has those of one process."""
+"""Steps of two processes, each with a rank on a fake device, like `scenarios.py` in one process."""
 
 from __future__ import annotations
 

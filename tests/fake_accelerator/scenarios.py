@@ -264,7 +264,7 @@ class DeviceTime:
 
 
 def recorded() -> list[str]:
-    """List the ops whose recorded seconds are not those of their work on the device, in measured and noted steps."""
+    """List the ops whose recorded seconds differ from their work on the device, in measured and noted steps."""
     step, params, batch = build_two_stages(record=True)
     wrong_durations = list[str]()
     with DeviceTime():
