@@ -57,7 +57,7 @@ class Run:
 
     @property
     def built(self) -> tuple[fpipe.Model, Any, Any]:
-        return self.recipe.built(self.cut.parts(self.batch)[0])
+        return self.recipe.build(self.cut.parts(self.batch)[0])
 
     @property
     def batch(self) -> Any:
@@ -115,8 +115,8 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
     "I and W": lambda run: any("split_backward" in name for name in run.chain.steps),
     "offload": lambda run: any("offload" in name for name in run.chain.steps),
     "several ranks": lambda run: run.chain.ranks > 1,
-    "an order of its own": lambda run: not run.chain.grads_by_name,
-    "a published schedule": lambda run: run.chain.grads_by_name and run.chain.schedule[0] not in IN_ORDER,
+    "an order of its own": lambda run: not run.chain.named,
+    "a published schedule": lambda run: run.chain.named and run.chain.schedule[0] not in IN_ORDER,
     "traced": lambda run: run.trace,
 }
 
