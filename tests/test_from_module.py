@@ -530,13 +530,13 @@ cut_net(Net(4), example=None)
 cut_net(Net(4), example=(torch.ones(4, WIDTH), None))
     ValueError: the example has no target for loss=; hand in example=(inputs,
 cut_net(Net(4), loss=None)
-    ValueError: without loss= the net computes the loss of its inputs, labels among them
+    ValueError: without loss= the net computes the loss, and the target is not read. Hand in example=(inputs, None)
 cut_net(Net(4), loss=None, example=(torch.ones(4, WIDTH), None))
     ValueError: found a tensor of shape
 cut_net(LossAmongOutputs("rows"), loss=None, example=keywords())
-    ValueError: as the one number among floats; found a tensor of shape (1,), to be reduced, for instance
+    ValueError: or as the one number; found a tensor of shape (1,), to be reduced, for instance
 cut_net(LossAmongOutputs("two"), loss=None, example=keywords())
-    ValueError: as the one number among floats; found tuple with 2 numbers
+    ValueError: or as the one number; found tuple with 2 numbers
 cut_net(Net)
     TypeError: from_module takes an nn.Module, or what torch.export made; found the class Net; make one
 cut_net(F.relu)
@@ -547,10 +547,10 @@ cut_net(net_calling(lambda block, x: block(x) if x.sum() > 0 else x))
     ValueError: Change the line below, or use from_loss with fpipe.boundary, or from_functions. at test_from_module.py:
 cut_net(WritesInput(2))
     ValueError: the net writes 'x' in place (aten.add_.Tensor), which is no buffer of its own. Work on a copy.
-    function. Work on a copy. at test_from_module.py:
+    at test_from_module.py:
 cut_net(net_with_shared_norm())
-    ValueError: in stages 0 and 1; choose cuts= that keep it in one. in module 'blocks.0.middle.0' (BatchNorm1d), at
-    toys.py:
+    ValueError: is written, and stages 0 and 1 use it; choose cuts= that keep it in one. in module 'blocks.0.middle.0'
+    (BatchNorm1d), at toys.py:
 cut_net(Net(2, lambda: batch_norm(momentum=None)))
     ValueError: has momentum=None, which no export supports; give it a momentum, or
 # A stage writes into a copy of its input, so a later stage would read the old numbers.

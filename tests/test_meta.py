@@ -296,7 +296,7 @@ def test_a_leaf_without_values_is_refused_by_name():
         net = Bare()
     model, _, program = cut(net, ranks=1)
     with pytest.raises(
-        ValueError, match=r"'(scale|shift)' is on meta.* Bare, which has no reset_parameters\(\)\. Say init="
+        ValueError, match=r"'(scale|shift)' is on meta.* Bare, which has no reset_parameters\(\)\. Fill it by init="
     ):
         fpipe.init_params(model, program, rank=0)
     with pytest.raises(ValueError, match=r"'shift' is on meta"):
