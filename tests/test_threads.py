@@ -120,7 +120,7 @@ def test_an_error_of_a_stage_names_its_op_and_the_next_step_works():
         with pytest.raises(KeyError, match="too much") as error_info:
             step(PARAMS, bad_batch)
         assert time.perf_counter() - started < SOON
-        assert error_info.value.__notes__ == ["in 1F2: stage 1 (shy), microbatch 2, rank 1"]
+        assert error_info.value.__notes__ == ["in 1F2: stage 1 (raise_for_microbatch_2), microbatch 2, rank 1"]
         assert equal_bits(step(PARAMS, good_batch), expected)
 
 

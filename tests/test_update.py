@@ -339,7 +339,7 @@ fpipe.update("AdamW", groups={"*bias": {"lr": -1}}, eps=1e-6)
 fpipe.update("SGD", groups={"*bias": {"lr_scale": -1}})
     ValueError: refuses its settings (lr_scale=-1): Invalid learning rate: -1
 fpipe.update("SGD", momentum=torch.ones(1))
-    ValueError: a number, a word or a tuple
+    ValueError: a number, a text or a tuple
 fpipe.update("SGD", clip=0)
     ValueError: clip is a norm, a number above 0
 fpipe.update("SGD", groups="*bias")
@@ -379,7 +379,7 @@ step_once(({"w": {"step": torch.ones(()), "momentum_buffer": torch.ones((), devi
 fpipe.build(fpipe.program(MODEL), MODEL)(PARAMS, BATCH, opt=())
     ValueError: updates no parameters, and takes no opt=
 fpipe.build(fpipe.program(MODEL), MODEL, donate=True)
-    ValueError: put fpipe.update() into it
+    ValueError: donate= needs a program with fpipe.update()
 fpipe.optimizer_state(fpipe.program(MODEL), PARAMS)
     ValueError: updates no parameters
 fpipe.optimizer_state(program_of("SGD"), ())

@@ -341,7 +341,7 @@ test_names_of_no_buffer_are_refused = refusals(
 fpipe.from_sequential(two_equal_stages(Tracker), sizes=[3, 3], state=["4.odd"])
     ValueError: state= names '4.odd', which is no buffer of the net; these are: 1.count, 1.mean
 fpipe.from_sequential(two_equal_stages(lambda: use_total(USES["a question"][0])), sizes=[3, 3], example=META_ROWS)
-    ValueError: an example has to have some
+    ValueError: Hand in an example with data
 """,
 )
 
