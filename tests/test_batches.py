@@ -314,13 +314,13 @@ run(fpipe.split(3), ({"x": X, "more": ATTRIBUTES}, T))
     TypeError: inputs['more'] is a SimpleNamespace, no pytree, and holds a tensor (.mask). Hand in a dict, or
     call register_pytree_node.
 run(fpipe.split(3), ((X, Masks([{"left": X}])), T))
-    TypeError: inputs[1] is a Masks, no pytree, and holds a tensor (.layers[0]['left']), which no
+    TypeError: inputs[1] is a Masks, no pytree, and holds a tensor (.layers[0]['left']). Hand in a dict, or call
 run(fpipe.split(3), (X, OwnDict(t=T)))
-    TypeError: target is a OwnDict, no pytree, and holds a tensor (['t']), which no
+    TypeError: target is a OwnDict, no pytree, and holds a tensor (['t']). Hand in a dict, or call
 run(PRESPLIT, [(X, T), (X, USER_DICT), (X, T)])
-    TypeError: target[1] is a UserDict, no pytree, and holds a tensor (.data['t']), which no
+    TypeError: target[1] is a UserDict, no pytree, and holds a tensor (.data['t']). Hand in a dict, or call
 fpipe.reference(fpipe.from_functions([linear] * 2, mean), params(), ({"x": X, "more": Masks([X])}, T))
-    TypeError: inputs['more'] is a Masks, no pytree, and holds a tensor (.layers[0]), which no
+    TypeError: inputs['more'] is a Masks, no pytree, and holds a tensor (.layers[0]). Hand in a dict, or call
 # Its gradient used to be lost silently.
 run(fpipe.split(3), (X.clone().requires_grad_(), T))
     ValueError: inputs requires a gradient, which would be lost: say fpipe.program(model, input_grads=True), or hand
