@@ -418,7 +418,7 @@ test_a_written_buffer_belongs_to_one_stage = refusals(
     globals(),
     """
 fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_OWNER), sizes=[1, 2], example=ROWS[0])
-    ValueError: module '2' (Centred) stands in stages 0 and 1, and what it remembers
+    ValueError: module '2' (Centred) with state stands in stages 0 and 1; choose sizes= that keep it in one.
 fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_BORROWER), sizes=[1, 2], example=ROWS[0])
     ValueError: buffers '2.mean' and '0.mean' are one tensor, and the first is written; give each its own.
 """,
@@ -542,7 +542,7 @@ def test_deferred_statistics_of_slices_are_the_full_batchs(microbatches: int, sl
         torch.testing.assert_close(buffers[f"1.norm.{name}"], expected)
 
 
-CHANNELS = "has a number for each of the 3 channels, found {}. Hand in the state that"
+CHANNELS = "has a number for each of the 3 channels, found {}. Hand in the state of"
 WRONG_STATISTICS: dict[str, tuple[Any, Callable[[Tensor], Any], str]] = {
     "too few": (nn.BatchNorm1d, lambda held: held[:2], CHANNELS.format("shape (2,)")),
     "too few, deferred": (nn.BatchNorm1d, lambda held: held[:2], CHANNELS.format("shape (2,)")),
