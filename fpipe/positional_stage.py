@@ -27,7 +27,7 @@ class PositionalStage(ABC):
     Attributes:
         number: the number of the stage.
         names: the names of its parameters, the first name of each in `params`.
-        holds: the names of the buffers that it reads and writes: its state.
+        state_names: the names of the buffers that it reads and writes: its state.
         fixed: the names of its constants, all that it reads besides parameters and state.
         homes: the owner and the attribute of each constant.
         modules: the modules that it runs, by path, and the `lock` to hold while they run.

@@ -425,9 +425,9 @@ fpipe.build(fpipe.program(2), Net(("tied", "tied"), ("batch", 0)).model)
 fpipe.split(0)
     ValueError: microbatches is a whole number, at least 1; found 0.
 fpipe.split()
-    ValueError: say either the number of microbatches, split(8), or their size
+    ValueError: say either split(8) or split(size=4, rows=32)
 fpipe.split(size=2)
-    ValueError: split(size=2) needs rows=, the rows of a batch
+    ValueError: split(size=2) needs rows=, the number of rows of a batch
 step_of(linear, loss=lambda y, t: (y - t).square(), reduction="mean")((EYE,), BATCH)
     ValueError: the loss is a 0-d tensor, found shape (6, 4); reduce it, for instance by .mean().
 step_of(linear, loss=lambda y, t: 1.0, reduction="mean")((EYE,), BATCH)

@@ -358,8 +358,8 @@ cut_fn(simple(lambda y, w, t: (checkpoint(torch.tanh, y @ w, use_reentrant=True)
 cut_fn(simple(lambda y, w, t: (F.dropout(t) - F.dropout(y @ w)).square().mean()))
     ValueError: dropout draws random numbers for the loss, and dropout_1 later for a stage. Draw them
 cut_fn(simple(lambda y, w, t: (y @ w - t).sum() / len(y)))
-    ValueError: loss_fn compares or fixes the number of rows, as len(x) and int(n / 4) do; x.shape[0] and n // 4 keep it
-    symbolic
+    ValueError: loss_fn fixes the number of rows, as len(x), int(n / 4) and torch.jit do: its trace would hold for that
+    number only. x.shape[0] and n // 4 keep it symbolic.
 cut_fn(lambda params, batch: (fpipe.boundary(batch[0] @ params['w']), batch[1].mean())[1])
     ValueError: the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.
 cut_fn(lambda params, batch: params['loss'])
@@ -419,7 +419,7 @@ step_of(branches_on_table, batch_with_table(4), batch_with_table(4), spec=TABLE_
     ValueError: another branch for 3 and 4 rows than for the example: len(inputs[0]) > len(inputs[1]) is false
 # Used to broadcast one row of target over all rows of the inputs.
 step_of(rows_put_together, rows(), (torch.ones(12, 4), torch.ones(1, 4)), 3, TABLE)
-    ValueError: target has 1 rows, expected 4 to go with the 4 of the last stage's output.
+    ValueError: target has 1 rows, expected 4 to go with the 4 of the last stage's output, as in x + y.
 step_of(shifted, batch_with_table(1), batch_with_table(2), spec=TABLE_SPEC)
     ValueError: inputs[1] was (1, 4) when loss_fn was traced, found (2, 4): it is none of those whose rows may differ
 """,

@@ -325,7 +325,7 @@ small_plan(rows=16, microbatches=[4, 8])
 small_plan({2: COSTS, 8: WEIGHED}, rows=16, microbatches=[2, 8])
     ValueError: all costs say bytes, or none do; those of 2 rows say none.
 small_plan({2: COSTS, 8: COSTS}, rows=16, microbatches=[2, 16])
-    ValueError: a microbatch has 1 rows, and costs are given for 2, 8 rows;
+    ValueError: a microbatch has 1 rows, and costs are given for 2, 8;
 small_plan(rows=0)
     ValueError: rows is a whole number, at least 1; found 0.
 small_plan(stages=0)
@@ -367,7 +367,7 @@ small_plan({4: COSTS})
 small_plan(MODEL)
     ValueError: a model needs example=(params, batch)
 small_plan(MODEL, *EXAMPLE, profiled=[2])
-    ValueError: costs are profiled at 2 microbatches: add a number beyond 4
+    ValueError: costs are profiled at 2 microbatches, and 4 is not between them: add it
 small_plan(SEQUENTIAL)
     TypeError: with a Model; found Sequential. A Sequential goes through fpipe.from_seq
 """,

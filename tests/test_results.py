@@ -304,30 +304,34 @@ class Routed(nn.Module):
         return x
 
 
+UPDATES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "donated": {"donate": True},
+    "clipped": {"clip": 0.05},
+    "clipped on threads": {"clip": 0.05, "runtime": "threads"},
+    "clipped after validation": {"clip": 0.05, "validate": "after"},
+    "with a loss scale": {"loss_scale": {}},
+    "recorded": {"clip": 0.05, "record": True},
+}
+
+
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("clip", [None, 0.05])
-def test_experts_that_no_row_reaches_do_not_decay(clip: float | None, donate: bool):
-    """Used to give zeros from the second step on for stages without a trace, and AdamW decays a parameter with
-    zeros."""
+@pytest.mark.parametrize("name", UPDATES)
+def test_experts_that_no_row_reaches_do_not_decay(name: str):
+    """Stages without a trace had zeros for them in all but the first step, and AdamW decays a parameter with zeros."""
     torch.manual_seed(0)
+    options = {**UPDATES[name]}
+    settings = {word: options.pop(word) for word in ("clip", "validate", "loss_scale") if word in options}
     net = nn.Sequential(Routed(), nn.Linear(4, 4))
     expected_net = copy.deepcopy(net)
     optimizer = torch.optim.AdamW(expected_net.parameters(), lr=0.1, weight_decay=0.5)
     model, params, _ = fpipe.from_sequential(net, 2, loss=nn.functional.mse_loss)
-    options = {} if clip is None else {"clip": clip}
-    pipeline = fpipe.chain(
-        fpipe.split(2),
-        fpipe.schedules.one_f_one_b(2),
-        fpipe.merge(),
-        fpipe.update("AdamW", weight_decay=0.5, **options),
-    )
-    program = pipeline(fpipe.program(model))
-    step, grads_step = (
-        fpipe.build(program, model, donate=donate),
-        fpipe.build(fpipe.merge()(fpipe.split(2)(fpipe.program(model))), model),
-    )
+    pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())
+    program = fpipe.chain(pipeline, fpipe.update("AdamW", weight_decay=0.5, **settings))(fpipe.program(model))
+    step = fpipe.build(program, model, **options)
+    grads_step = fpipe.build(pipeline(fpipe.program(model)), model)
     opt = fpipe.optimizer_state(program, params)
+    scale = {"scale": 1.0} if "loss_scale" in settings else {}
     for number in range(4):
         x, target = torch.rand(8, 4), torch.rand(8, 4)
         if number:
@@ -335,16 +339,44 @@ def test_experts_that_no_row_reaches_do_not_decay(clip: float | None, donate: bo
         optimizer.zero_grad()
         for part, part_target in zip(x.split(4), target.split(4), strict=True):
             (nn.functional.mse_loss(expected_net(part), part_target) / 2).backward()
-        expected_grads = {name: param.grad for name, param in expected_net.named_parameters()}
-        grads = {name: grad for stage in grads_step(params, (x, target)).grads for name, grad in stage.items()}
-        missing = [name for name, grad in grads.items() if grad is None]
-        assert missing == [name for name, grad in expected_grads.items() if grad is None]
+        expected_grads = {leaf_name: param.grad for leaf_name, param in expected_net.named_parameters()}
+        grads = {
+            leaf_name: grad for stage in grads_step(params, (x, target)).grads for leaf_name, grad in stage.items()
+        }
+        missing = [leaf_name for leaf_name, grad in grads.items() if grad is None]
+        assert missing == [leaf_name for leaf_name, grad in expected_grads.items() if grad is None]
         assert ("0.experts.2.weight" in missing) == bool(number)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(expected_net.parameters(), clip)
+        if "clip" in settings:
+            nn.utils.clip_grad_norm_(expected_net.parameters(), settings["clip"])
         optimizer.step()
-        result = step(params, (x, target), opt=opt, lr=0.1)
+        result = step(params, (x, target), opt=opt, lr=0.1, **scale)
         params, opt = result.params, result.opt
-        trained = {name: leaf for stage in params for name, leaf in stage.items()}
-        for name, param in expected_net.named_parameters():
-            assert torch.equal(trained[name], param), (number, name)
+        trained = {leaf_name: leaf for stage in params for leaf_name, leaf in stage.items()}
+        for leaf_name, param in expected_net.named_parameters():
+            assert torch.equal(trained[leaf_name], param), (number, leaf_name)
+
+
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
+def test_experts_without_rows_do_not_decay_in_programs_of_several_steps():
+    torch.manual_seed(0)
+    net = nn.Sequential(Routed(), nn.Linear(4, 4))
+    expected_net = copy.deepcopy(net)
+    optimizer = torch.optim.AdamW(expected_net.parameters(), lr=0.1, weight_decay=0.5)
+    model, params, _ = fpipe.from_sequential(net, 2, loss=nn.functional.mse_loss)
+    update = fpipe.update("AdamW", weight_decay=0.5)
+    one_step = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(), update)
+    program = fpipe.chain(one_step, fpipe.steps(2))(fpipe.program(model))
+    step, opt = fpipe.build(program, model), fpipe.optimizer_state(program, params)
+    for number in range(3):
+        batches = [(torch.rand(8, 4), torch.rand(8, 4)) for _ in range(2)]
+        for x, target in batches:
+            if number:
+                x[:, 0] = x[:, 0] / 8 + 0.125 * (torch.arange(8) % 2)
+            optimizer.zero_grad()
+            for part, part_target in zip(x.split(4), target.split(4), strict=True):
+                (nn.functional.mse_loss(expected_net(part), part_target) / 2).backward()
+            optimizer.step()
+        result = step(params, batches, opt=opt, lr=[0.1, 0.1])
+        params, opt = result.params, result.opt
+        trained = {leaf_name: leaf for stage in params for leaf_name, leaf in stage.items()}
+        assert all(torch.equal(trained[leaf_name], param) for leaf_name, param in expected_net.named_parameters())

@@ -104,6 +104,6 @@ def refusal_messages(rank: int) -> list[str]:
 
 def test_parts_that_are_not_sharded_are_refused(four: Processes):
     for shard_message, build_message in four.run(refusal_messages):
-        assert "fpipe.shard_params(params, mesh['dp', 'tp']) cuts them on" in shard_message
+        assert "Say fpipe.shard_params(params, mesh['dp', 'tp']) to cut its parts" in shard_message
         assert "that is none of 'dp'" in build_message
         assert "makes a replica's shards" in build_message

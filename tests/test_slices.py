@@ -250,7 +250,7 @@ test_refusals = refusals(
     globals(),
     """
 run_step(slices(2))
-    ProgramError: put fpipe.split() before, if only split(1)
+    ProgramError: put fpipe.split(), at least split(1), before slices.
 run_step(split(1, slices=2), slices(2))
     ProgramError: this program has 2 slices already
 run_step(split(2), fpipe.merge(), slices(2))
@@ -262,7 +262,7 @@ split(2, slices=0)
 slices(2, dim=1.0)
     ValueError: dim is the dimension of sequences
 slices(2, spec=(1, 2, 3))
-    ValueError: two of them
+    ValueError: a tuple of specs has two, for inputs and target
 run_step(split(1, slices=11))
     ValueError: inputs has 10 positions, too few for 11 slices
 run_step(split(1, slices=2), schedules.seq1f1b(2, slices=3))

@@ -325,11 +325,11 @@ runtime_of_model(model_of(multiply, multiply_by_microbatch))
     ValueError: stage 1 (multiply_by_microbatch) asks for 'microbatch'; torch's runtime passes a stage only its input.
     Write it without, or use fpipe.build(runtime="distributed").
 runtime_of_model(model_of_layers(nn.Dropout(0.5)))
-    ValueError: stage 1 (1): '1' (Dropout) draws random numbers; torch's runtime has no key. Call eval() on it,
-    or use fpipe.build(runtime="distributed").
+    ValueError: stage 1 (1): '1' (Dropout) draws random numbers; torch's runtime has no key. Call eval() on it or
+    set its probability to 0, or use fpipe.build(runtime="distributed").
 runtime_of_model(model_of(lambda p, x: (x, x.sum()), multiply, aux_losses=[0]))
-    ValueError: stage 0 (<lambda>) returns a loss of its own; torch's runtime has the last stage's only. Pass it on,
-    or use fpipe.build(runtime="distributed").
+    ValueError: stage 0 (<lambda>) returns a loss of its own; torch's runtime has the last stage's only. Pass it on
+    and add it there, or use fpipe.build(runtime="distributed").
 runtime_of_model(model_of(multiply, multiply, loss=None))
     ValueError: this model has no loss=, which torch's runtime computes. Say loss=lambda y, target: y,
     or use fpipe.build(runtime="distributed").

@@ -243,7 +243,7 @@ def test_an_error_or_a_shape_that_depends_on_data_ends_all_ranks(pair: Processes
     shape = (
         rf"stage {failing_stage} \(select_rows\) runs without a trace, and {failing_stage}F1 wrote "
         rf"y\[{failing_stage},1\] as float32\[4, 6\] .*, "
-        r"and for zeros as float32\[5, 6\] .*\. Pad it to one shape, or place its readers"
+        r"and for zeros as float32\[5, 6\] .*\. Give it one structure and shape, or"
     )
     message = "ArithmeticError: this row is odd" if fault == "odd" else f"UnexpectedValue: {shape}"
     for rank, ((first_answer, _), (answer, seconds)) in enumerate(pair.run(answers_of_failing, failing_stage, fault)):

@@ -20,18 +20,17 @@ TORCHS_OWN_WARNINGS = (
     "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
 )
 
+_OWN_WORDS = "torch 2.11 says something of its own there"
 _SENDS_TO_ITSELF = "gloo refuses what torch 2.11 sends to itself"
 _NOT_AWAITED = "torch.accelerator.synchronize of torch 2.11 does not wait for a device that a test builds"
 _ACCELERATOR = "tests/test_fake_accelerator.py::test_every_read_waits_for_its_write"
 _RUNTIME = "tests/test_torch_runtime.py::"
 _BEFORE_2_13 = {
-    "tests/test_from_loss.py::test_what_no_trace_sees_is_refused": "torch 2.11 says something of its own there",
+    "tests/test_from_loss.py::test_a_function_that_cannot_be_cut_is_refused_with_the_reason": _OWN_WORDS,
     f"{_ACCELERATOR}[built on another stream]": _NOT_AWAITED,
     f"{_ACCELERATOR}[device time]": _NOT_AWAITED,
     f"{_RUNTIME}test_a_program_on_torchs_runtime_gives_the_gradients_of_autograd": _SENDS_TO_ITSELF,
-    f"{_RUNTIME}test_stages_of_functions_run_on_torchs_runtime": _SENDS_TO_ITSELF,
     f"{_RUNTIME}test_torchs_tables_run_on_both_runtimes_with_stages_of_ours": _SENDS_TO_ITSELF,
-    f"{_RUNTIME}test_what_a_stage_hands_on_is_tensors": _SENDS_TO_ITSELF,
     f"{_RUNTIME}test_a_dict_of_inputs_becomes_keywords": _SENDS_TO_ITSELF,
     f"{_RUNTIME}test_a_later_stage_may_index_by_its_input": _SENDS_TO_ITSELF,
     f"{_RUNTIME}test_a_module_recomputes_in_its_backward_with_the_params_of_the_step": _SENDS_TO_ITSELF,

@@ -52,7 +52,8 @@ def solve(
     tasks, caps, objective, start_rows = contender.tasks, contender.limits, problem.objective, contender.rows
 
     # 1) Time in integers. If durations have no common unit, they are rounded down, so that the bound stays a bound.
-    #    `horizon` is the latest end of anything: the start order's makespan, with a tick a op for rounding.
+    #    `horizon` is the latest end of anything: the start order's makespan, with a tick an op for rounding; for the
+    #    span, by how much a start may be put off; and all exchanges.
     is_exact, unit = _ticks(tasks)
     times = tasks.play([tasks.ops_of_row(row) for row in start_rows])
     horizon = math.ceil(times.makespan / unit) + len(tasks.ops)

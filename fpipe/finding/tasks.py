@@ -176,7 +176,7 @@ class Tasks:
             for source, _ in needs:
                 if source >= 0 and self.ops[source].rank != op.rank:
                     reader_ranks[source].add(op.rank)
-        on_main_lane = [not is_exchange for is_exchange in self.on_exchange_lane] or [True for _ in self.ops]
+        on_main_lane = [not on_exchange_lane for on_exchange_lane in self.on_exchange_lane] or [True for _ in self.ops]
         tails = shortest_tails(self.needs, self.seconds, on_main_lane)
         exchange_needs = {
             index: needs

@@ -134,8 +134,9 @@ def _refuse_model(model: Model) -> None:
         plain_input = stage_index - 1 if stage_index else "batch"
         if model.inputs[stage_index] != plain_input:
             raise ValueError(
-                f"{model.label_of(stage_index)} takes {model.inputs[stage_index]!r}; torch's runtime passes it the "
-                f"output of the stage before. Pass values on in tuples, {_USE_FPIPE}"
+                f"{model.label_of(stage_index)} takes {model.inputs[stage_index]!r}; torch's runtime passes it "
+                f"{'the output of the stage before' if stage_index else 'the batch'}. Pass values on in tuples, "
+                f"{_USE_FPIPE}"
             )
     # Each stage's module keeps its own copy of a tied leaf, and its own `.grad`.
     for leaf, tied_leaf, *_ in model.tied_uses:
@@ -159,12 +160,12 @@ def _refuse_model(model: Model) -> None:
         if getattr(stage.forward, "random_modules", list[str])():
             raise ValueError(
                 f"{label_with_random_modules(model, stage_index)} draws random numbers; torch's runtime has no key. "
-                f"Call eval() on it, {_USE_FPIPE}"
+                f"Call eval() on it or set its probability to 0, {_USE_FPIPE}"
             )
         if stage.aux_loss:
             raise ValueError(
-                f"{stage_name} returns a loss of its own; torch's runtime has the last stage's only. Pass it on, "
-                f"{_USE_FPIPE}"
+                f"{stage_name} returns a loss of its own; torch's runtime has the last stage's only. Pass it on "
+                f"and add it there, {_USE_FPIPE}"
             )
 
 

@@ -154,14 +154,19 @@ def warn_of_padding(program: Program, model: Model, batch: Any) -> None:
     presplit = "presplit" in split_settings
     batches: list[Any] = batch if program.steps > 1 and isinstance(batch, list) else [batch]
     for step_batch in batches:
-        is_pairs = presplit and isinstance(step_batch, list)
-        pair = tuple(zip(*step_batch, strict=False)) if is_pairs else step_batch  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        if not isinstance(pair, tuple) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        pair = step_batch
+        if presplit and isinstance(step_batch, list) and all(map(_is_pair, step_batch)):  # pyright: ignore[reportUnknownArgumentType]
+            pair = tuple(zip(*step_batch, strict=True))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        if not _is_pair(pair):
             continue  # a wrong batch, which the step refuses
         warning = describe_padding(model.loss, pair, presplit=presplit)  # pyright: ignore[reportUnknownArgumentType]
         if warning:
             warnings.warn(warning, stacklevel=3)
             return
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, tuple) and len(batch) == 2  # pyright: ignore[reportUnknownArgumentType]
 
 
 def check_key(program: Program, extra: Sequence[Any], key: Any) -> Keys:

@@ -69,7 +69,7 @@ class CostCurve:
         if not sizes[0] < rows < sizes[-1]:
             known_sizes = ", ".join(f"{size:g}" for size in sizes)
             raise ValueError(
-                f"a microbatch has {rows:g} rows, and costs are {self.source} for {known_sizes} rows; add some beyond."
+                f"a microbatch has {rows:g} rows, and costs are {self.source} for {known_sizes}; add {rows:g} rows."
             )
         # The two sizes around `rows`, of which `high` indexes the larger.
         high = bisect_left(sizes, rows)
@@ -220,7 +220,7 @@ def work_of_costs(
         if len(costs_by_rows) > 1:
             raise ValueError(
                 f"microbatches of {', '.join(f'{size:g}' for size in costs_by_rows)} rows need {{rows: costs}} "
-                "for two sizes or more."
+                "for two sizes or more; or leave rows= out."
             )
     if not costs_by_rows or not all(isinstance(size, int | float) and size > 0 for size in costs_by_rows):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"costs are by rows of a microbatch, above 0; found {list(costs_by_rows)}.")
@@ -270,7 +270,10 @@ def work_of_model(
     outside = [count for count in candidates.microbatches if not min(counts) <= count <= max(counts)]
     if outside:
         known_counts = ", ".join(map(str, sorted(counts)))
-        raise ValueError(f"costs are profiled at {known_counts} microbatches: add a number beyond {outside[0]}.")
+        raise ValueError(
+            f"costs are profiled at {known_counts} microbatches, and {outside[0]} is not between them: add it to "
+            "profiled=."
+        )
     costs = measured.costs(counts, repeats, progress)
     # A model has its own stages, so its costs do not depend on how a rank's share is cut.
     shares: dict[float, CostShare] = {rows: (lambda parts, slices, cost=cost: cost) for rows, cost in costs.items()}

@@ -97,8 +97,9 @@ def build(
             runs it again by its definition, the modules and functions of now under plain autograd. Outputs and
             gradients are compared bit by bit (of compiled code to rounding), and hooks and children of modules with the
             cut; of a net from `from_module` or `from_loss`, in one process, every other audit is of the whole net.
-            "first" does so in the first 3 steps of a signature and every 100th (fewer of a step so short that it would
-            take more than half a percent of the time), a number n in every n-th, "always" in each, "never" in none.
+            "first" does so in the first 3 steps of a signature and every 100th (each 200th .. 3,200th
+            of a step so short that it would take more than half a percent of the time), a number n in every n-th,
+            "always" in each, "never" in none.
 
     Returns:
         `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`, which changes nothing

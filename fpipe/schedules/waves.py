@@ -245,7 +245,8 @@ def v_block(ranks: int, wait: int) -> BlockTicks:
     for stage in reversed(range(2 * ranks)):
         rank = min(stage, last_stage - stage)
         down_offset, up_offset = block["F", rank] % INTERVAL, block["F", last_stage - rank] % INTERVAL
-        # The two places that are left for the backwards of this rank: behind each forward, skipping the other one.
+        # The two places that are left for the backwards of this rank: walk on from the down forward, one backward
+        # behind the other, and step over the up forward.
         free_places: list[int] = []
         tick = down_offset
         while len(free_places) < 2:

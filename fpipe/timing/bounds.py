@@ -161,14 +161,16 @@ def _span_bound(graph: DataGraph, rank: int, cap: int, first_backward: float) ->
         return work
     parts = _parts_at(graph, row)
     with_input_gradient = {part[1:4] for part, _ in parts if part.kind == "I"}
-    is_backward = {
+    backward_positions = {
         position
         for part, position in parts
         if part.kind in "BI" or (part.kind == "W" and part[1:4] in with_input_gradient)
     }
     forwards = sorted((seconds[position] for position in row if makes_residuals(ops[position])), reverse=True)
     # Ops that are neither, such as sums, may all run before it.
-    neutral = [position for position in row if position not in is_backward and not makes_residuals(ops[position])]
+    neutral = [
+        position for position in row if position not in backward_positions and not makes_residuals(ops[position])
+    ]
     return work + max(0.0, first_backward - sum(forwards[:cap]) - sum(seconds[position] for position in neutral))
 
 

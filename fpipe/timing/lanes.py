@@ -243,7 +243,8 @@ class _Lanes:
             if kind == "SEND":
                 start, end = self._run_send(op, start, transfer_by_send, position)
             elif lane != "main" and kind != "RECV":
-                # The main lane launches what other lanes run: a collective between two of its ops, a copy during one.
+                # The main lane launches what other lanes run: REDUCE, GATHER and SCATTER (wire) between two of its ops,
+                # a copy or an exchange during one.
                 launch = free[rank] if lane == "wire" else last_start[rank]
                 start = max(start, launch, self.lane_free_at[lane, rank] if seconds else 0.0)
                 end = start + seconds
@@ -285,9 +286,10 @@ class _Lanes:
                 while ops_left:
                     position = ops_left[0]
                     rank = ops[position].rank
-                    missing = [source for source in sources[position] if source >= 0 and not is_done[source]]
-                    if missing:
-                        ranks_waiting_for[missing[0]].append(rank)
+                    missing = (source for source in sources[position] if source >= 0 and not is_done[source])
+                    first_missing = next(missing, None)
+                    if first_missing is not None:
+                        ranks_waiting_for[first_missing].append(rank)
                         break
                     ops_left.popleft()
                     if ops[position].kind == "SEND":

@@ -213,7 +213,7 @@ class CauseFinder:
         is_behind_main = reason == "lane" and lane_of(self.events[previous_event].op) == "main"
         previous_end = min(self.events[previous_event].end, start)
         free = self._launch_time(previous_event, lane_of(op)) if is_behind_main else previous_end
-        # 3. A transfer that keeps its sender busy has no event of its own on the main lane.
+        # 3. A transfer that keeps its sender busy (a blocking one: both ranks) has no event on the main lane.
         transfer = self.transfer_by_end.get((op.rank, start)) if self.sender_waits and reason == "rank" else None
         if transfer is not None and free < start > cause.time:
             return _Cause(start, transfer, "rank")

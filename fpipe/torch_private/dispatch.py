@@ -228,12 +228,25 @@ def without_checkpoints(refuse: Callable[[], Any]) -> Generator[None]:
 
     checkpoint_module: Any = checkpoints
     replacements = {"CheckpointFunction": Refused, _GENERATOR: run_plainly}
-    originals = {name: getattr(checkpoint_module, name) for name in replacements}
-    vars(checkpoint_module).update(replacements)
+    # Threads may overlap as enter A, enter B, leave A, leave B: the last one puts torch's own functions back.
+    with _SWITCH_LOCK:
+        if not _SWITCHED_OFF:
+            _ORIGINALS.update({name: getattr(checkpoint_module, name) for name in replacements})
+        _SWITCHED_OFF.append(None)
+        vars(checkpoint_module).update(replacements)
     try:
         yield
     finally:
-        vars(checkpoint_module).update(originals)
+        with _SWITCH_LOCK:
+            _SWITCHED_OFF.pop()
+            if not _SWITCHED_OFF:
+                vars(checkpoint_module).update(_ORIGINALS)
+
+
+_SWITCH_LOCK = threading.Lock()
+_SWITCHED_OFF: list[None] = []
+"""An entry for each context that is open."""
+_ORIGINALS: dict[str, Any] = {}
 
 
 # The generator that torch runs around a checkpoint's function; torch 2.15 has it under the second name.

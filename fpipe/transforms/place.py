@@ -75,8 +75,7 @@ def rebuild_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Prog
     """Rebuild a program whose scheduled ops have new ranks, and let all other ops follow."""
     inputs, placed_ops, outputs = place_by_data(program.inputs, ops, program.outputs, checked_homes(program, homes))
     # The names of copies contain ranks, so a program with transfers keeps its placement.
-    old_ranks, new_ranks = [op.rank for op in program.ops], [op.rank for op in placed_ops]
-    if old_ranks != new_ranks and any(is_move(op.kind) for op in ops):
+    if any(is_move(op.kind) for op in ops) and [op.rank for op in program.ops] != [op.rank for op in placed_ops]:
         raise ProgramError("this program has its transfers already; place it before fpipe.communicate().")
     rebuilt_program = rebuild(program, placed_ops, inputs=inputs, outputs=outputs)
     check_ranks(rebuilt_program)

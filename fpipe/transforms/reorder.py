@@ -257,9 +257,9 @@ class _CellFinder:
         """Explain which op the table leaves out, by the ops of the same stage and microbatch that it names."""
         kind, stage, microbatch, _ = key
         unnamed = {
-            (kind, stage, microbatch, slice_index)
-            for (kind, stage, slice_index), column in self.unnamed.items()
-            for microbatch in column
+            (unnamed_kind, unnamed_stage, unnamed_microbatch, slice_index)
+            for (unnamed_kind, unnamed_stage, slice_index), column in self.unnamed.items()
+            for unnamed_microbatch in column
         }
         named = self.program_keys - unnamed
         forward, other_half = ("F", *key[1:]), ("W" if kind == "I" else "I", *key[1:])

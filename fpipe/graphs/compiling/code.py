@@ -56,7 +56,7 @@ def source(graph: Graph, name: str = "run") -> str:
 
 
 def _generate(graph: Graph, name: str) -> tuple[str, dict[str, Any]]:
-    # `objects` are the globals of the function: whatever its text names and cannot spell.
+    # `object_by_name` are the globals of the function: whatever its text names and cannot spell.
     object_by_name: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
     variable_by_label = {label: variable_name(label) for label in graph.reads}
     lines = [f"def {name}({', '.join(variable_by_label.values())}):"]

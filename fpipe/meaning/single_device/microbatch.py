@@ -92,9 +92,10 @@ def cut(
         start, length = index * size, min(size, rows - index * size)
     else:
         if rows < count:
-            repair = f"use split({count}, rows={rows}, allow_fewer=True)"
-            raise ValueError(f"{rows} rows cannot fill {count} microbatches; {repair}.")
-        # The first `row_count % count` microbatches are one row longer, so as many rows more come before microbatch i.
+            remedy = f"use split({count}, rows={rows}, allow_fewer=True)"
+            raise ValueError(f"{rows} rows cannot fill {count} microbatches; {remedy}.")
+        # The first `rows % count` microbatches are one row longer, so microbatch i starts min(i, rows % count) rows
+        # later than i * (rows // count).
         start, length = (
             index * (rows // count) + min(index, rows % count),
             rows // count + (index < rows % count),

@@ -226,12 +226,13 @@ def check_batch(batch: Any) -> None:
             )
 
 
-def _find_tensor(holder: Any, depth: int = 4, visited: set[int] | None = None) -> str | None:
+def _find_tensor(holder: Any, depth: int = 4, depth_by_id: dict[int, int] | None = None) -> str | None:
     """Return the path to a tensor inside an object that is no pytree, as Python code; None if it holds none."""
-    visited = set() if visited is None else visited
-    if id(holder) in visited or isinstance(holder, type | str | bytes | int | float):
+    # An object is searched again only where a shorter path to it leaves more depth.
+    depth_by_id = {} if depth_by_id is None else depth_by_id
+    if depth_by_id.get(id(holder), -1) >= depth or isinstance(holder, type | str | bytes | int | float):
         return None
-    visited.add(id(holder))
+    depth_by_id[id(holder)] = depth
     parts = [(f".{name}", part) for name, part in getattr(holder, "__dict__", {}).items()]
     parts += [(f".{name}", getattr(holder, name, None)) for name in getattr(type(holder), "__slots__", ())]
     if isinstance(holder, Mapping):
@@ -241,7 +242,7 @@ def _find_tensor(holder: Any, depth: int = 4, visited: set[int] | None = None) -
     for path, part in parts:
         if isinstance(part, Tensor):
             return path
-        tensor_path = _find_tensor(part, depth - 1, visited) if depth else None
+        tensor_path = _find_tensor(part, depth - 1, depth_by_id) if depth else None
         if tensor_path is not None:
             return path + tensor_path
     return None
@@ -280,14 +281,17 @@ def describe_padding(loss: Any, batch: Any, ignored: int | None = None, *, presp
         if loss is None
         else "return (total, count) and say reduction='count'"
     )
+    if presplit and not isinstance(batch[side], list | tuple):
+        return ""
     parts = [[*tree.paths(part)] for part in (batch[side] if presplit else [batch[side]])]
     for leaves in zip(*parts, strict=False):
         path, labels = leaves[0][0], [leaf for _, leaf in leaves]
         if not all(map(_may_be_labels, labels)):
             continue
         if presplit:
-            # Rows of one microbatch share its mean, so only the shares of whole microbatches matter.
-            differ = len({Fraction(int((leaf == ignored).sum()), leaf.numel()) for leaf in labels}) > 1
+            # A mean weighs microbatches by their rows: it is right where all count equally many labels for each row.
+            differ = len({Fraction(int((leaf != ignored).sum()), len(leaf)) for leaf in labels}) > 1
+            differ = differ and any(bool((leaf == ignored).any()) for leaf in labels)
         else:
             # Ignored labels of each row: if all rows have equally many, all microbatches' means weigh alike.
             counts = (labels[0] == ignored).reshape(len(labels[0]), -1).sum(1)

@@ -118,8 +118,8 @@ class BatchGuard:
             if expr.free_symbols <= size_by_symbol.keys() and (expected := expr.subs(size_by_symbol)) != size:
                 other_size, other_path = size_and_path[min(expr.free_symbols, key=str)]
                 raise ValueError(
-                    f"{path} has {size} rows, expected {expected} to go with the {other_size} of {other_path}. Cut "
-                    f"both alike, or call {self.door} on an example with rows like these."
+                    f"{path} has {size} rows, expected {expected} to go with the {other_size} of {other_path}, as in "
+                    f"x + y. Cut both alike, or call {self.door} on an example with rows like these."
                 )
         # 3) The guards must hold. A guard with symbols of the other half of the batch is checked there.
         for guard in self.guards:

@@ -31,8 +31,8 @@ class ModuleCall:
     """One call of a module: its path, its class, and the positions of its first and its last node in the graph.
 
     Attributes:
-        trains: whether the module has parameters.
-        number: how many calls of the same module come before it.
+        has_params: whether the module has parameters.
+        call_index: how many calls of the same module come before it.
         children: the calls that it makes, in order.
     """
 

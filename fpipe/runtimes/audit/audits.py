@@ -2,8 +2,8 @@
 
     step 0  1  2  ..  100  ..        -->        step + audit of one stage a rank and one microbatch
 
-From the hundredth step on, an audit follows after at least a hundred steps, and after so many that audits take half a
-percent of the time.
+From the hundredth step on, each 100th, 200th, 400th .. step is audited, at least each 3,200th: as often as half a
+percent of the time allows.
 
 A trace repeats what Python did when it was traced. An audit runs the user's Python of now, under plain autograd, and so
 notices whatever has changed since: numbers in closures and globals, hooks, modules, random numbers of Python; and a
@@ -37,7 +37,7 @@ from fpipe.verification.cross_checks import check_function
 from fpipe.verification.report import GradientMismatch
 
 AuditSchedule = Literal["first", "always", "never"] | int
-_FIRST_STEPS, _LEAST_INTERVAL, _LARGEST_INTERVAL = 3, 100, 2000
+_FIRST_STEPS, _INTERVAL, _MOST_DOUBLINGS = 3, 100, 5
 _STEPS_PER_AUDIT = 200
 """As many steps, each as long as an audit, keep audits at half a percent of the time."""
 _ADVICE = (
@@ -80,15 +80,22 @@ def run_audited(
         run_seconds = time.perf_counter() - run_start
         return result
 
+    # An audit that raises is repeated in the next step, until whoever goes on has put things right.
     start = time.perf_counter()
     result = _run_and_compare(prepared, run, leaves, inputs, has_whole_net)
     # 3. Choose the next step to audit. An audit takes as long as several steps of a millisecond, mostly Python's time.
     steps_of_time = (time.perf_counter() - start) / run_seconds - 1
-    interval = min(max(_LEAST_INTERVAL, round(_STEPS_PER_AUDIT * steps_of_time)), _LARGEST_INTERVAL)
+    # Intervals are doubled, so that ranks, which choose without each other, audit in the same steps: each audit holds
+    # the whole pipeline up.
+    interval = _INTERVAL
+    while interval < min(_STEPS_PER_AUDIT * steps_of_time, _INTERVAL << _MOST_DOUBLINGS):
+        interval *= 2
     if step_number + 1 < _FIRST_STEPS:
         prepared.next_audit = step_number + 1
+    elif step_number < _INTERVAL:
+        prepared.next_audit = _INTERVAL
     else:
-        prepared.next_audit = _LEAST_INTERVAL if step_number < _LEAST_INTERVAL else step_number + interval
+        prepared.next_audit = (step_number // interval + 1) * interval
     return result
 
 
@@ -141,6 +148,8 @@ def _live_modules(prepared: PreparedStep) -> set[nn.Module]:
     for stage_index, stage in enumerate(prepared.model.stages):
         modules = live if stage_index in prepared.untraced.stages else traced
         modules.update(module for _, module in modules_of(net_stage_of(stage.forward) or stage.forward))
+    if len(prepared.model.stages) - 1 not in prepared.untraced.stages:  # the loss is in the trace of the last stage
+        traced.update(module for _, module in modules_of(prepared.model.loss))
     return live - traced
 
 

@@ -75,8 +75,8 @@ class StageAudit:
     def __init__(self, prepared: PreparedStep, forward: Op, leaves: Sequence[Any], inputs: StepInputs) -> None:
         self.prepared, self.forward, lowered = prepared, forward, prepared.lowered
         self.model, self.trees = prepared.model, lowered.trees
-        # `op[1:4]` are stage, microbatch and slice: these are the ops of one cell, in all their kinds.
         self.context = replace(prepared.context, key=inputs.key, watch_saved=False)
+        # `op[1:4]` are stage, microbatch and slice: these are the ops of one cell, in all their kinds.
         stage_instructions = [
             i for i in lowered.instructions if i.ops[0][1:4] == forward[1:4] and i.ops[0].kind in "FBIW"
         ]

@@ -257,8 +257,8 @@ class Watchdog:
                     "all ranks of a group build the same steps and call them in the same order"
                 )
             # The peer runs this step and has not agreed on it: its signature was known, this one's is new.
-            has_agreed = peer.build == status.build and peer.has_agreed and peer.step >= status.step > 0
-            if has_agreed and peer.agreements <= status.agreements:
+            knows_signature = peer.build == status.build and peer.has_agreed and peer.step >= status.step > 0
+            if knows_signature and peer.agreements <= status.agreements:
                 return NOT_SAME_STEP.format(name, own_name)
         return ""
 

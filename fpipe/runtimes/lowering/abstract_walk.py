@@ -217,7 +217,7 @@ class _AbstractWalk:
             # F.mse_loss and its like leave the loss in memory as large as their input: `generate_code` copies it out.
             leaves = tuple(fact_in_own_storage(leaf.aval) for leaf in result_by_label["loss"].leaves)
             result_by_label["loss"] = AbstractTree(leaves, result_by_label["loss"].spec)
-        # Of an F and an R of one microbatch either may come first in the program; the later one leaves the residuals.
+        # Of an F and an R of one microbatch either may come first in the program.
         is_first = coordinates not in self._runs
         forward = op if op.kind == "F" or is_first else self._runs[coordinates].forward_op
         self._runs[coordinates] = StageRun(call, loss, op, forward)

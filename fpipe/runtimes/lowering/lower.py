@@ -88,8 +88,8 @@ def lower(
     with building():
         # 1. Shapes and memory of every value; stages are traced and cut on the way.
         shapes = infer_shapes(ops, context, inputs, untraced)
-        # 2. Memory that no instruction may write: arguments, constants of stages, and the loss's cotangent, which all
-        #    microbatches of one weight share.
+        # 2. Memory that no instruction may write: arguments (unless donated), constants of stages, and the loss's
+        #    cotangent, which all microbatches of one weight share.
         leaves = chain.from_iterable(abstract.leaves for abstract in inputs.values())
         external_storages = {leaf.storage for leaf in leaves if isinstance(leaf, Fact)}
         external_storages |= {

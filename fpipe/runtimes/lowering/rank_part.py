@@ -69,13 +69,13 @@ class RankPart:
             lane.begin(watch)
         if watch is not None:
             # Notes without storages of the caller count no memory: they need times alone, from a loop that does less.
-            counts_memory = watch.notes is None or watch.notes.caller_storages is not None
-            looks_at_leaves = watch.check_finite or watch.see is not None or counts_memory
+            counts_memory = watch.notes is not None and watch.notes.caller_storages is not None
+            looks_at_leaves = watch.check_finite or watch.see is not None or counts_memory or watch.notes is None
             self._run_watched(slots, *watch[:3]) if looks_at_leaves else self._run_timed(slots, watch)
             for lane in self._lanes:
                 lane.notes.write_to_notes()
             return
-        # The hot loop: two calls an instruction, and no name that is looked up in an object.
+        # The hot loop: three calls an instruction, and no name that is looked up in an object.
         remaining, extend = self._restart(), slots.extend
         try:
             for function, take in remaining:

@@ -155,7 +155,8 @@ def _refuse_other_placement(sharding: Sharding, share: Share, name: str) -> None
         placed = ", ".join(map(str, sharding.placements))
         raise ValueError(
             f"{name} is placed ({placed}) over {', '.join(map(repr, mesh_dims))}, and the program shards it by rows, "
-            f"Shard(0), over {share.axis!r}: use fpipe.shard_params(params, mesh[{share.axis!r}])."
+            f"Shard(0), over {share.axis!r}, numbers Replicate(), and other dimensions behind it: use "
+            f"fpipe.shard_params(params, mesh[{share.axis!r}])."
         )
 
 

@@ -156,10 +156,12 @@ def partial_gradients(ops: Sequence[Op], untraced: Collection[int]) -> frozenset
             partial_values.update(value for value in op.writes if value.name == "g")
         elif op.kind in ("ADD", "SCALE", "UNSCALE") and not partial_values.isdisjoint(op.reads):
             partial_values.update(op.writes)
-    # Backwards, since a sum that must have every leaf needs every leaf of what it adds up.
+    # Backwards, since a sum that must have every leaf needs every leaf of what it adds up. NORM and UPDATE write
+    # complete values whatever they read, and so is the flag of an UNSCALE, its second write.
     complete: set[Value] = set()
     for op in reversed(ops):
-        if op.kind not in _SKIPS_MISSING or not complete.isdisjoint(op.writes):
+        passes_on = op.kind in ("ADD", "SCALE", "UNSCALE") and op.writes[0] in complete
+        if op.kind not in _SKIPS_MISSING or passes_on:
             complete.update(op.reads)
     return frozenset(partial_values - complete)
 
@@ -311,7 +313,8 @@ def _conform(
             f"shape. {WHOLE_BLOCKS}"
         )
     raise UnexpectedValue(
-        f"{subject} runs without a trace, and {difference}. Pad it to one shape, or place its readers on this rank."
+        f"{subject} runs without a trace, and {difference}. Give it one structure and shape, or place its readers on "
+        "this rank, without a trace too."
     )
 
 

@@ -79,7 +79,7 @@ def with_results_last(program: Program) -> Program:
     SPLIT(t[1,0]) RECV(y[0,0]@1) 1F0 1B0 SEND(dx[1,0]>0) MERGE(loss)
     """
     reduced_values = {value for op in program.ops if op.kind in ("REDUCE", "SCATTER") for value in op.reads}
-    # Four groups of ops: those in `ops` have their places, a MERGE and its readers wait in `late_ops`, and RECVs in
+    # Three groups of ops: those in `ops` have their places, a MERGE and its readers wait in `late_ops`, and RECVs in
     # `pending_recvs`, by rank.
     late_values, ops, late_ops = set[Value](), list[Op](), list[Op]()
     pending_recvs = defaultdict[int, list[Op]](list)
