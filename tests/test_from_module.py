@@ -441,9 +441,9 @@ CHANGE = "Change the line below, or use from_loss with fpipe.boundary, or from_f
     ("forward", "message"),
     [
         (differentiate_inside, f"torch.autograd.grad or torch.func, which only from_functions can trace. {CHANGE}"),
-        (map_inside, "write them for batches, as torch.einsum does, or use from_functions."),
+        (map_inside, "use operations on batches, as torch.einsum, or from_functions."),
         # As some of transformers are for short sequences.
-        (rebuild_module, "Run it on the example once before, so that it is what it will be. " + CHANGE),
+        (rebuild_module, "Run it on the example once before. " + CHANGE),
         (draw_unkeyed, "draws from a generator of its own (rand), which is in no key; draw without it. " + CHANGE),
         (write_constant, "which is no buffer of its own. Work on a copy."),
     ],

@@ -211,7 +211,7 @@ def sharded(rank: int, record: bool = False, **policy: Any) -> list[str]:
         step = fpipe.build(program, model, runtime="distributed", **options)
         return [step(shards, local_batch) for _ in range(STEPS)]
 
-    with patch.object(collective_parts, "_LARGE_ON_DEVICES", WIDTH**2):
+    with patch.object(collective_parts, "_LARGE_BYTES_ON_DEVICES", WIDTH**2):
         return run_on_device_and_host(rank, run_steps, record)
 
 
