@@ -87,7 +87,7 @@ def test_pages_are_short():
     assert sum(map(page_words, pages)) <= 28_000
 
 
-@pytest.mark.parametrize("name", ["found", "_made_one", "each", "whatIsLeft", "item"])
+@pytest.mark.parametrize("name", ["found", "_made_one", "each", "whatLeft", "item"])
 def test_names_that_say_nothing_are_vague(name: str):
     assert is_vague(name)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.lowered import AbstractTree, Leaves
 
 Trees = Mapping[Value, AbstractTree]
+
+_MAX_TRAINED_SUBSETS = 128  # different sets of parameters that data may reach
 
 
 class Overwritten(NamedTuple):
@@ -151,59 +153,54 @@ def make_update(
     op: Op, context: StepContext, trees: Trees, overwritten: Collection[int]
 ) -> Callable[..., Sequence[Leaves]]:
     """Return the function of an UPDATE, which overwrites the parameters with these indices, and their state."""
-    # What is the same in each step is found here: which parameters get a gradient, and, by the name of a state tensor
-    # such as "exp_avg", its index among the leaves of the optimizer's state.
-    params, state, grads = (trees[value] for value in op.reads[:3])
-    rule = update_settings(op.how)
-    names = names_of_update(op, params.spec, context.model)
-    with_grad = [k for k, grad in enumerate(grads.leaves) if grad is not None]
-    states: Any = tree.unflatten(state.spec, range(len(state.leaves)))
-    named: list[Any] = params.spec.flatten_up_to(states)
-    indices_by_leaf = [
-        {state_name: tree.leaves(state_index)[0] for state_name, state_index in named[k].items()} for k in with_grad
-    ]
+    # What is the same in each step is computed here. `k` counts the parameters; `state_indices[k]` says where their
+    # optimizer state lies among the leaves of the state, such as {"exp_avg": 4, "exp_avg_sq": 5}.
+    param_tree, state_tree, grad_tree = (trees[value] for value in op.reads[:3])
+    with_grad = tuple(k for k, grad in enumerate(grad_tree.leaves) if grad is not None)
+    numbered_state = tree.unflatten(state_tree.spec, range(len(state_tree.leaves)))
+    numbered_state_by_param: list[Any] = param_tree.spec.flatten_up_to(numbered_state)
+    state_indices = {
+        k: {name: tree.leaves(index)[0] for name, index in numbered_state_by_param[k].items()} for k in with_grad
+    }
     extra_specs = [(value.name, trees[value].spec) for value in op.reads[3:]]
+    rule, param_names = update_settings(op.how), names_of_update(op, param_tree.spec, context.model)
 
-    def updater_of(trained: Sequence[int]) -> Callable[..., Any]:
-        return partial(update_leaves, rule, rule.of([names[k] for k in trained]), [k in overwritten for k in trained])
-
-    run = updater_of(with_grad)
+    @lru_cache(maxsize=_MAX_TRAINED_SUBSETS)
+    def updater_of(trained: tuple[int, ...]) -> Callable[..., Any]:
+        settings = rule.of([param_names[k] for k in trained])
+        return partial(update_leaves, rule, settings, [k in overwritten for k in trained])
 
     def update(*lists: Leaves) -> Sequence[Leaves]:
         context.overwrites = context.overwrites or bool(overwritten)
-        params, states, grads = ([*leaves] for leaves in lists[:3])
-        extra_values = {
-            name: tree.unflatten(spec, extra_leaves)
-            for (name, spec), extra_leaves in zip(extra_specs, lists[3:], strict=True)
-        }
+        params, state, grads = ([*leaves] for leaves in lists[:3])
+        extra_pairs = zip(extra_specs, lists[3:], strict=True)
+        extra_values = {name: tree.unflatten(spec, leaves) for (name, spec), leaves in extra_pairs}
         for leaves in lists:
             leaves.clear()
-        rule_inputs = [extra_values.get(name) for name in ("norm", "lr", "valid")]
-        trained, update_trained, trained_indices = with_grad, run, indices_by_leaf
-        # The data of a stage without a trace may have reached fewer parameters than its run on zeros.
+        trained = with_grad
         if any(grads[k] is None for k in with_grad):
-            trained = [k for k in with_grad if grads[k] is not None]
-            update_trained = updater_of(trained)
-            trained_indices = [
-                index_by_name for k, index_by_name in zip(with_grad, indices_by_leaf, strict=True) if k in trained
-            ]
-            # A later op may overwrite what this one writes, and so may not get the tensors of the caller.
-            for k, index_by_name in zip(with_grad, indices_by_leaf, strict=True):
-                if k not in trained and k not in overwritten:
-                    params[k] = params[k].detach().clone().requires_grad_(params[k].requires_grad)
-                    for state_index in index_by_name.values():
-                        states[state_index] = states[state_index].clone()
-        old_states = [
-            {state_name: states[state_index] for state_name, state_index in index_by_name.items()}
-            for index_by_name in trained_indices
-        ]
-        next_params, new_states = update_trained(
-            [params[k] for k in trained], [grads[k] for k in trained], old_states, *rule_inputs
+            trained = tuple(k for k in with_grad if grads[k] is not None)
+            copy_untrained(params, state, grads)
+        old_states = [{name: state[index] for name, index in state_indices[k].items()} for k in trained]
+        new_params, new_states = updater_of(trained)(
+            [params[k] for k in trained],
+            [grads[k] for k in trained],
+            old_states,
+            *(extra_values.get(name) for name in ("norm", "lr", "valid")),
         )
-        for k, index_by_name, param, state in zip(trained, trained_indices, next_params, new_states, strict=True):
-            params[k] = param
-            for state_name, state_index in index_by_name.items():
-                states[state_index] = state[state_name]
-        return [params, states]
+        for k, new_param, new_state in zip(trained, new_params, new_states, strict=True):
+            params[k] = new_param
+            for name, index in state_indices[k].items():
+                state[index] = new_state[name]
+        return [params, state]
+
+    def copy_untrained(params: Leaves, state: Leaves, grads: Leaves) -> None:
+        # The data of a stage without a trace may reach fewer parameters than its run on zeros did. Those go on as they
+        # are, but as copies: a later op may overwrite what this one returns, and must not write the caller's tensors.
+        for k in with_grad:
+            if grads[k] is None and k not in overwritten:
+                params[k] = params[k].detach().clone().requires_grad_(params[k].requires_grad)
+                for index in state_indices[k].values():
+                    state[index] = state[index].clone()
 
     return update
