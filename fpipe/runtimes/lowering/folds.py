@@ -110,49 +110,67 @@ def _accessed_values(folds: Folds, position: int) -> Iterator[Value]:
 def _find_sums(
     ops: Sequence[Op], outputs: Collection[Value], shapes: Shapes, external_storages: Collection[int]
 ) -> Sums:
-    # Sums of gradients are chains: sum[0,1] = ADD g[0,0] g[0,1], sum[0,2] = ADD sum[0,1] g[0,2], and so on. A chain
-    # owns the memory of its first gradient (or a copy of it), and every further gradient is added there in place: by
-    # its own backward, if that runs on the rank of the sum and after it, or else by an ADD.
+    """Find the ADDs that can write over their first operand.
+
+    Sums of gradients are chains: sum[0,1] = ADD g[0,0] g[0,1], sum[0,2] = ADD sum[0,1] g[0,2], and so on. A chain owns
+    the memory of its first gradient (or a copy of it), and every further gradient is added there in place: by its own
+    backward, if that runs on the rank of the sum and after it, or else by an ADD.
+    """
     adds, in_place = dict[int, dict[Value, int]](), set[int]()
     copied, trees = dict[Value, Sequence[int]](), {**shapes.trees}
-    position_by_value = {value: position for position, op in enumerate(ops) for value in op.writes}
-    readers = Counter(value for op in ops for value in op.reads)
-    owned: set[Value] = set()
-    sent_sums: set[Value] = set()
+    writer_position = {value: position for position, op in enumerate(ops) for value in op.writes}
+    reader_count = Counter(value for op in ops for value in op.reads)
+    # Sums in the memory of their chain, and what SENDs and RECVs make of these.
+    chain_sums, transferred_sums = set[Value](), set[Value]()
 
-    def is_traced(value: Value) -> bool:
-        writer = ops[position_by_value.get(value, -1)]
-        return value.name == "g" and writer.kind in "BW" and writer.stage not in shapes.untraced.stages
+    def is_read_once(value: Value) -> bool:
+        return value not in outputs and reader_count[value] == 1
+
+    def is_traced_gradient(value: Value) -> bool:
+        if value.name != "g" or value not in writer_position:
+            return False
+        writer = ops[writer_position[value]]
+        return writer.kind in "BW" and writer.stage not in shapes.untraced.stages
+
+    def is_ready_for_backward(total: Value, gradient: Value, rank: int) -> bool:
+        total_position, backward_position = writer_position[total], writer_position[gradient]
+        return total_position < backward_position and ops[total_position].rank == ops[backward_position].rank == rank
 
     for position, op in enumerate(ops):
-        # In one process a sum that travels stays in the memory of its chain, and the copies are not added to.
-        if op.kind in ("SEND", "RECV") and (op.reads[0] in owned or op.reads[0] in sent_sums):
+        # In one process a sum that travels stays in the memory of its chain. Nothing is added to its copies.
+        if op.kind in ("SEND", "RECV") and (op.reads[0] in chain_sums or op.reads[0] in transferred_sums):
             trees[op.writes[0]] = shapes.copies.as_received(op.writes[0], trees[op.reads[0]])
-            sent_sums.add(op.writes[0])
+            transferred_sums.add(op.writes[0])
         if op.kind != "ADD" or len(op.reads) != 2:
             continue
         total, gradient = op.reads
-        total_writer, gradient_writer = position_by_value.get(total, -1), position_by_value.get(gradient, -1)
-        # Nobody else may see the total change. A chain begins with a gradient of traced code, which can copy it.
-        if total_writer < 0 or total in outputs or readers[total] > 1 or not (total in owned or is_traced(total)):
+        # A chain begins with a gradient of traced code, which can copy it if it lies in memory of others.
+        begins_chain = total not in chain_sums
+        if not is_read_once(total) or (begins_chain and not is_traced_gradient(total)):
             continue
-        pairs = zip(trees[total].leaves, trees[gradient].leaves, strict=True)
-        if any((a is None) != (b is None) for a, b in pairs):
+        if not _have_same_gaps(trees[total], trees[gradient]):
             continue
-        if total not in owned:
-            # The chain begins here. Count the uses of each storage; external ones count as used twice from the start.
+        if begins_chain:
+            backward = ops[writer_position[total]]
+            # External storages count as used twice from the start: the chain may not write them.
             uses = Counter([*external_storages] * 2)
-            values = {*ops[total_writer].reads, *ops[total_writer].writes}
-            uses.update(leaf.storage for v in values for leaf in trees[v].leaves if isinstance(leaf, Fact))
+            backward_leaves = (leaf for v in {*backward.reads, *backward.writes} for leaf in trees[v].leaves)
+            uses.update(leaf.storage for leaf in backward_leaves if isinstance(leaf, Fact))
             copied[total], trees[total] = _owned_sum(trees[total], uses)
-        owned.add(op.writes[0])
-        trees[op.writes[0]] = trees[total]
-        is_local = total_writer < gradient_writer and ops[total_writer].rank == ops[gradient_writer].rank == op.rank
-        if is_traced(gradient) and is_local and gradient not in outputs and readers[gradient] == 1:
-            adds.setdefault(gradient_writer, {})[gradient] = position
+        new_total = op.writes[0]
+        chain_sums.add(new_total)
+        trees[new_total] = trees[total]
+        is_foldable = is_read_once(gradient) and is_traced_gradient(gradient)
+        if is_foldable and is_ready_for_backward(total, gradient, op.rank):
+            adds.setdefault(writer_position[gradient], {})[gradient] = position
         else:
             in_place.add(position)
     return Sums(adds, in_place, copied, trees)
+
+
+def _have_same_gaps(total: AbstractTree, gradient: AbstractTree) -> bool:
+    """Whether the same leaves of both are None: parameters without a gradient."""
+    return all((a is None) == (b is None) for a, b in zip(total.leaves, gradient.leaves, strict=True))
 
 
 def _owned_sum(gradient: AbstractTree, uses: Mapping[int, int]) -> tuple[tuple[int, ...], AbstractTree]:
