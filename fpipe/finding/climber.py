@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from random import Random
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -92,8 +92,22 @@ class PlayedOrder(NamedTuple):
     played: PlayedTimes
 
 
+class Block(NamedTuple):
+    """A run of steps of one rank on the critical path, each waiting only for the one before.
+
+    As in job-shop scheduling, no change makes an order shorter that leaves the blocks of a critical path as they are.
+    """
+
+    rank: int
+    first_slot: int
+    last_slot: int
+
+
 class Climber:
-    """A climb on the orders of some tasks, under a cap of residuals on each rank that the first order keeps."""
+    """A climb on the orders of some tasks, under a cap of residuals on each rank that the first order keeps.
+
+    A slot is the index of a step in its rank's row, a place the index of an op among its rank's ops.
+    """
 
     def __init__(self, tasks: Tasks, rows: Rows, caps: Sequence[float], objective: str, seed: int) -> None:
         self.tasks, self.caps, self.objective, self.random = tasks, caps, objective, Random(seed)
@@ -103,7 +117,7 @@ class Climber:
         self.recomputes = any(len(steps[0]) > 1 for steps in tasks.tracks)
         self.takes = [max(tasks.takes[op] for op in steps[0]) for steps in tasks.tracks]
         self.drops = [sum(tasks.drops[op] for op in steps[0]) for steps in tasks.tracks]
-        self._find_blocks(self.climb.current)
+        self._inspect(self.climb.current)
 
     def run(self, steps: int, floor: float) -> None:
         """Try up to `steps` changes, or until the order reaches `floor`, which no order goes below."""
@@ -112,7 +126,7 @@ class Climber:
     def _changed_order(self, order: PlayedOrder, threshold: OrderValue) -> PlayedOrder | None:
         """Return the order with one change, or None; its play stops where it gets worse than `threshold`."""
         if order is not self.inspected:
-            self._find_blocks(order)
+            self._inspect(order)
         change = self._propose_change(order.rows)
         row = change and self._make_room(*change)
         if change is None or row is None:
@@ -134,24 +148,24 @@ class Climber:
         Nothing that starts before the earliest time of a change can notice it. Starts ascend along a row, so a
         bisection finds the first op of each rank that starts later.
         """
-        changed_slot = next(
-            slot for slot, (old_op, new_op) in enumerate(zip(old_ops, new_ops, strict=True)) if old_op != new_op
+        changed_place = next(
+            place for place, (old_op, new_op) in enumerate(zip(old_ops, new_ops, strict=True)) if old_op != new_op
         )
         ends, seconds = self.inspected.played.ends, self.tasks.seconds
-        earliest_change = ends[old_ops[changed_slot - 1]] if changed_slot else 0.0
+        earliest_change = ends[old_ops[changed_place - 1]] if changed_place else 0.0
         # An exchange starts no earlier than the op above it on the main lane does, which may be before that op ends.
         if self.tasks.on_exchange_lane:
             op_above = next(
                 (
-                    old_ops[slot]
-                    for slot in reversed(range(changed_slot))
-                    if not self.tasks.on_exchange_lane[old_ops[slot]]
+                    old_ops[place]
+                    for place in reversed(range(changed_place))
+                    if not self.tasks.on_exchange_lane[old_ops[place]]
                 ),
                 -1,
             )
             earliest_change = ends[op_above] - seconds[op_above] if op_above >= 0 else 0.0
         known_counts = [bisect_left(starts, earliest_change) for starts in self.starts_by_rank]
-        known_counts[rank] = min(known_counts[rank], changed_slot)
+        known_counts[rank] = min(known_counts[rank], changed_place)
         return known_counts
 
     def _make_room(self, rank: int, row: list[int]) -> list[int] | None:
@@ -189,18 +203,18 @@ class Climber:
         if kind < PATTERN:
             return self._swap_throughout(rows)
         if self.blocks and kind < 0.8:
-            rank, block_start, block_end = random.choice(self.blocks)
+            rank, first_slot, last_slot = random.choice(self.blocks)
             row = rows[rank]
-            source_slot = random.randint(block_start, block_end)
+            source_slot = random.randint(first_slot, last_slot)
             chance = random.random()
             if chance < 0.4:
                 target = source_slot + random.choice((-1, 1))
             elif chance < 0.6:
-                target = block_start
+                target = first_slot
             elif chance < 0.8:
-                target = block_end
+                target = last_slot
             else:
-                target = random.randint(block_start, block_end)
+                target = random.randint(first_slot, last_slot)
         else:
             rank = random.randrange(len(rows))
             row = rows[rank]
@@ -236,80 +250,75 @@ class Climber:
             slot += 1
         return rank, row
 
-    def _find_blocks(self, order: PlayedOrder) -> None:
-        """Find the blocks of the critical path: runs of ops of one rank, each waiting only for the one before.
-
-        As in job-shop scheduling, no change makes an order shorter that leaves the blocks of a critical path as they
-        are. So walk the path back from the last op, and note each run of at least two ops.
-        """
-        tasks, ends, ops_by_rank = self.tasks, order.played.ends, order.ops_by_rank
-        seconds, needs = tasks.seconds, tasks.needs
+    def _inspect(self, order: PlayedOrder) -> None:
+        """Note what the changes of an order start from: the blocks of its critical path, and the starts of its ops."""
+        ends, seconds = order.played.ends, self.tasks.seconds
         self.inspected = order
-        self.starts_by_rank = [[ends[op] - seconds[op] for op in rank_ops] for rank_ops in ops_by_rank]
+        self.starts_by_rank = [[ends[op] - seconds[op] for op in rank_ops] for rank_ops in order.ops_by_rank]
         # The starts of two lanes interleave; a running maximum makes them ascend, as the bisection needs.
-        if tasks.on_exchange_lane:
-            self.starts_by_rank = [[*accumulate(row, max)] for row in self.starts_by_rank]
-        # 1) The rank whose last op ends last, or whose span is longest.
-        main_lane_by_rank = [tasks.main_lane_places(rank_ops) for rank_ops in ops_by_rank]
-        rank_ends = [
-            ends[rank_ops[main_lane_slots[-1]]]
-            for rank_ops, main_lane_slots in zip(ops_by_rank, main_lane_by_rank, strict=True)
-        ]
-        if self.objective == "makespan":
-            rank = rank_ends.index(max(rank_ends))
-        else:
-            first_ops = [
-                rank_ops[main_lane_slots[0]]
-                for rank_ops, main_lane_slots in zip(ops_by_rank, main_lane_by_rank, strict=True)
-            ]
-            spans = [
-                end - ends[first_op] + seconds[first_op] for end, first_op in zip(rank_ends, first_ops, strict=True)
-            ]
-            rank = spans.index(max(spans))
-        # 2) Walk back. While the op waits for its rank, it is in the block of the op above. Else the block is closed,
-        #    and the path goes on at the writer that arrives last. `latest_end` allows for rounding.
-        self.blocks: list[tuple[int, int, int]] = []
-        rank_ops, slot = ops_by_rank[rank], main_lane_by_rank[rank][-1]
-        end_of_block = slot
-        while True:
-            op = rank_ops[slot]
-            start = ends[op] - seconds[op]
-            latest_end = start - 1e-9 * (start + 1)
-            slot_above = self._slot_awaited(rank_ops, slot, latest_end)
-            if slot_above >= 0:
-                slot = slot_above
-                continue
-            if end_of_block > slot:
-                block_start, block_end = slot, end_of_block
-                # Blocks are in slots of rows. An R shares the slot of its reader, so ops and slots then differ.
-                if self.recomputes:
-                    slot_by_op_slot = [
-                        row_slot for row_slot, track in enumerate(order.rows[rank]) for _ in tasks.tracks[track][0]
-                    ]
-                    block_start, block_end = slot_by_op_slot[slot], slot_by_op_slot[end_of_block]
-                if block_end > block_start:
-                    self.blocks.append((rank, block_start, block_end))
-            source = next((source_op for source_op, delay in needs[op] if ends[source_op] + delay >= latest_end), -1)
-            if source < 0:
-                return
-            rank = tasks.ops[source].rank
-            rank_ops = ops_by_rank[rank]
-            slot = end_of_block = rank_ops.index(source)
+        if self.tasks.on_exchange_lane:
+            self.starts_by_rank = [[*accumulate(starts, max)] for starts in self.starts_by_rank]
+        blocks = [self._block_of(order, *run) for run in self._critical_runs(order)]
+        self.blocks = [block for block in blocks if block.last_slot > block.first_slot]
 
-    def _slot_awaited(self, rank_ops: Sequence[int], slot: int, latest_end: float) -> int:
-        """Return the slot of the op that the one at `slot` waits for on its own rank, or -1.
+    def _critical_runs(self, order: PlayedOrder) -> Iterator[tuple[int, int, int]]:
+        """Walk the critical path back; yield each run of at least two ops as its rank, first and last place.
+
+        While an op waits for its rank, the run goes on at the op above. Else the run ends, and the path goes on at the
+        writer, maybe on another rank, that arrives last.
+        """
+        tasks, ends = self.tasks, order.played.ends
+        rank = self._critical_rank(order)
+        rank_ops = order.ops_by_rank[rank]
+        place = last_place = tasks.main_lane_places(rank_ops)[-1]
+        while True:
+            op = rank_ops[place]
+            start = ends[op] - tasks.seconds[op]
+            latest_end = start - 1e-9 * (start + 1)  # what ends at the start or later is waited for; 1e-9 for rounding
+            place_above = self._place_awaited(rank_ops, place, latest_end)
+            if place_above >= 0:
+                place = place_above
+                continue
+            if last_place > place:
+                yield rank, place, last_place
+            writer = next((source for source, delay in tasks.needs[op] if ends[source] + delay >= latest_end), -1)
+            if writer < 0:
+                return
+            rank = tasks.ops[writer].rank
+            rank_ops = order.ops_by_rank[rank]
+            place = last_place = rank_ops.index(writer)
+
+    def _critical_rank(self, order: PlayedOrder) -> int:
+        """Return the rank whose main lane ends last, or whose span is longest."""
+        ends, seconds, is_span = order.played.ends, self.tasks.seconds, self.objective == "span"
+        values: list[float] = []
+        for rank_ops in order.ops_by_rank:
+            places = self.tasks.main_lane_places(rank_ops)
+            first_op, last_op = rank_ops[places[0]], rank_ops[places[-1]]
+            values.append(ends[last_op] - ends[first_op] + seconds[first_op] if is_span else ends[last_op])
+        return values.index(max(values))
+
+    def _block_of(self, order: PlayedOrder, rank: int, first_place: int, last_place: int) -> Block:
+        """Return the slots of a run of ops. An R shares the slot of its reader, so places and slots then differ."""
+        if not self.recomputes:
+            return Block(rank, first_place, last_place)
+        slot_by_place = [slot for slot, track in enumerate(order.rows[rank]) for _ in self.tasks.tracks[track][0]]
+        return Block(rank, slot_by_place[first_place], slot_by_place[last_place])
+
+    def _place_awaited(self, rank_ops: Sequence[int], place: int, latest_end: float) -> int:
+        """Return the place of the op that the one at `place` waits for on its own rank, or -1.
 
         That is the end of the op above on its lane. An exchange also waits for the start of the main-lane op above.
         """
         on_exchange_lane, ends, seconds = self.tasks.on_exchange_lane, self.inspected.played.ends, self.tasks.seconds
         if not on_exchange_lane:
-            return slot - 1 if slot and ends[rank_ops[slot - 1]] >= latest_end else -1
-        is_exchange = on_exchange_lane[rank_ops[slot]]
-        for slot_above in reversed(range(slot)):
-            op = rank_ops[slot_above]
+            return place - 1 if place and ends[rank_ops[place - 1]] >= latest_end else -1
+        is_exchange = on_exchange_lane[rank_ops[place]]
+        for place_above in reversed(range(place)):
+            op = rank_ops[place_above]
             if on_exchange_lane[op] == is_exchange:
                 if ends[op] >= latest_end and (not is_exchange or seconds[op]):
-                    return slot_above
+                    return place_above
             elif is_exchange and ends[op] - seconds[op] >= latest_end:
-                return slot_above
+                return place_above
         return -1
