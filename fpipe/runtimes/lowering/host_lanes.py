@@ -10,7 +10,7 @@ memory of the compute stream, so that only its reader waits.
 
 from __future__ import annotations
 
-import sys
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,7 +27,6 @@ from fpipe.runtimes.lowering.lowered import AbstractTree, Instruction
 
 Leaves = list[Any]
 CPU = torch.device("cpu")
-NEVER = sys.maxsize
 NOT_NOTED = -1
 """The row of a copy that is a RECV, which a record does not show."""
 
@@ -186,22 +185,32 @@ def made_async(
 ) -> list[Instruction]:
     """Replace OFFLOADs by asynchronous copies, and start LOADs, and RECVs from `sources`, one op early.
 
+    An index counts `instructions`; a row counts the whole program, by which all threads and records go.
+
     Args:
         instructions: the instructions of a program or of one rank.
         lane_by_rank: the copy lane of each rank that has one.
         devices: the device of each rank, if build was told.
-        sources: for a value that a thread receives from a host rank: the row that writes it, and its source.
+        sources: for a value that a thread receives from a host rank: the row behind which to wait, and its source.
         rows: the row of each instruction in the program, where these are not all of it.
     """
     replaced = [*instructions]
-    # For a value on its way to a device: the row that writes it, and its source. A value that this rank has parked is
-    # there whenever its LOAD may run, so nobody waits for it: its row comes after all others.
-    source_by_value, last_index_by_rank = dict(sources or {}), dict[int, int]()
-    starters_by_index: dict[int, list[Callable[[], None]]] = {}
+    row_by_index = rows or range(len(replaced))
+    wait_row_by_value = {value: row for value, (row, _) in (sources or {}).items()}
+    source_by_value = {value: source for value, (_, source) in (sources or {}).items()}
     launches: dict[int, dict[int, Launch]] = {rank: {} for rank in lane_by_rank}
+    # Copies to a device start at the index of the rank's op before them.
+    copy_starters = defaultdict[int, list[Callable[[], None]]](list)
+    last_timed_index: dict[int, int] = {}
+
+    def may_wait_at(index: int, value: Value) -> bool:
+        # Between threads an early start may come before the value does. It may wait for it only if the row behind which
+        # to wait is before this one: then no circle of waits can come up. What this rank has parked needs no wait.
+        return value in wait_row_by_value and wait_row_by_value[value] < row_by_index[index]
+
     for index, instruction in enumerate(replaced):
         op = instruction.ops[0]
-        lane, row = lane_by_rank.get(op.rank), rows[index] if rows else index
+        lane, row = lane_by_rank.get(op.rank), row_by_index[index]
         if lane is None:
             continue
         # 1. An OFFLOAD becomes the start of a copy. One that casts computes, and stays as it is.
@@ -209,26 +218,24 @@ def made_async(
         target = _parking_device(op.writes[0], lane.device, devices) if is_plain_offload else lane.device
         if target != lane.device:
             replaced[index] = instruction._replace(run=partial(lane.offload, row, op.writes, target))
-            source_by_value |= {value: (NEVER, lane.parked(value)) for value in op.writes}
+            source_by_value |= {value: lane.parked(value) for value in op.writes}
         # 2. A LOAD, or a RECV from a host rank, waits for a copy that has started next to the op before it.
         if op.kind in ("LOAD", "RECV") and op.reads[0] in source_by_value:
-            op_sources = [source_by_value[value][1] for value in op.reads]
+            op_sources = [source_by_value[value] for value in op.reads]
             if op.kind == "LOAD":
                 launches[op.rank][index] = Launch(partial(lane.load, row, op.writes, op_sources), op.writes)
             else:
                 replaced[index] = instruction._replace(run=partial(lane.receive, op.writes, op_sources))
-            preceding = last_index_by_rank.get(op.rank, index)
-            for value, source_value, source in zip(op.writes, op.reads, op_sources, strict=True):
-                # Between threads the early start may come before the value is there. It may wait for it only if the
-                # program writes the value before this op: then no circle of waits can come up.
-                waits = bool(rows) and source_by_value[source_value][0] < rows[preceding]
-                record_row = row if op.kind == "LOAD" else NOT_NOTED
-                start = partial(lane.start, record_row, value, source, waits)
-                starters_by_index.setdefault(preceding, []).append(start)
+            start_index = last_timed_index.get(op.rank, index)
+            noted_row = row if op.kind == "LOAD" else NOT_NOTED
+            copy_starters[start_index] += [
+                partial(lane.start, noted_row, copy, source, may_wait_at(start_index, original))
+                for copy, original, source in zip(op.writes, op.reads, op_sources, strict=True)
+            ]
         if kind_of(op.kind).time:
-            last_index_by_rank[op.rank] = index
+            last_timed_index[op.rank] = index
     # 3. Let the op before each copy start it. A LOAD without an op before it starts in its own place.
-    for index, starters in starters_by_index.items():
+    for index, starters in copy_starters.items():
         if index not in launches[replaced[index].ops[0].rank]:
             replaced[index] = replaced[index]._replace(run=partial(_run_after_starters, starters, replaced[index].run))
     # 4. Let readers wait.
