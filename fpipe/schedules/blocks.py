@@ -23,11 +23,9 @@ def v_half_block(ranks: int) -> BlockTicks:
     """Return the block of V-Half: two ticks a hop down and one up, forwards and backwards alike."""
     # Ops meet on a rank if their ticks agree modulo the interval of 6; the extra wait at an even number of ranks keeps
     # the backwards clear of the forwards.
-    back_start = 3 * ranks - 1 + (0 if ranks % 2 else 3)
+    start = 3 * ranks - 1 + (0 if ranks % 2 else 3)  # of the backwards
     legs = (range(0, 2 * ranks, 2), range(2 * ranks - 1, 3 * ranks - 1))
-    return block_of_legs(
-        *legs, range(back_start, back_start + 2 * ranks, 2), range(back_start + 2 * ranks, back_start + 3 * ranks)
-    )
+    return block_of_legs(*legs, range(start, start + 2 * ranks, 2), range(start + 2 * ranks, start + 3 * ranks))
 
 
 def v_min_block(ranks: int) -> BlockTicks:
@@ -42,9 +40,8 @@ def v_min_block(ranks: int) -> BlockTicks:
         for wait in waits:
             starts.append(starts[-1] + ranks + wait)
         block = block_of_legs(*(range(start, start + ranks) for start in starts))
-        ticks_by_rank = [
-            {(block[kind, stage]) % 6 for kind in "FB" for stage in (r, 2 * ranks - 1 - r)} for r in range(ranks)
-        ]
+        stages_by_rank = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
+        ticks_by_rank = [{block[kind, stage] % 6 for kind in "FB" for stage in stages} for stages in stages_by_rank]
         # Four ops, F and B of both chunks, need four different ticks of the interval; W takes the other two.
         if all(len(ticks) == 4 for ticks in ticks_by_rank):
             blocks.append(block)

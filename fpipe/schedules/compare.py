@@ -80,7 +80,6 @@ class Comparison(HtmlRepr):
         return len(self.rows)
 
     def __getitem__(self, which: int | str) -> ScheduleRow:
-        """Return a row by its index or by its name."""
         if isinstance(which, int):
             return self.rows[which]
         row_found = next((row for row in self.rows if row.name == which), None)

@@ -44,10 +44,9 @@ class NamedSchedule:
         if ops_per_rank > MOST_OPS_OF_A_SHARE:
             raise ValueError(f"stages times slices on a rank is at most {MOST_OPS_OF_A_SHARE}, found {ops_per_rank:g}.")
         refuse_too_many_ops(stages * slices, microbatches)
-        costs_option = (
-            {"costs": costs(stages / ranks)} if costs is not None and "costs" in _parameters(self.schedule) else {}
-        )
-        return self.schedule.program(ranks, microbatches, stages, **(costs_option | self.options))
+        takes_costs = costs is not None and "costs" in _parameters(self.schedule)
+        options = ({"costs": costs(stages / ranks)} if takes_costs else {}) | self.options
+        return self.schedule.program(ranks, microbatches, stages, **options)
 
 
 def parse(text: str) -> NamedSchedule:

@@ -22,7 +22,7 @@ from fpipe.schedules.registry import published
 from fpipe.schedules.rounds import in_groups
 from fpipe.transforms._rewrite import Transform, as_transform
 from fpipe.transforms.cells import Cell, Key
-from fpipe.transforms.place import ascending_ranks, stage_ranks
+from fpipe.transforms.place import ascending_ranks, stage_ranks, stages_by_rank
 from fpipe.transforms.reorder import apply_table
 
 
@@ -85,20 +85,15 @@ def _overlapping(ranks: int, chunks: int | None) -> Transform:
 
     @as_transform
     def transform(program: Program) -> Program:
-        stages, exchange_stages = program.stages, exchanges_of(program)
+        exchange_stages = exchanges_of(program)
         # One chunk: an ascending placement of the user is kept. Otherwise chunk c is on rank c mod p.
         if chunks == 1:
             placement = ascending_ranks(program, ranks)
-            chunks_by_rank = [
-                [[stage for stage, stage_rank in enumerate(placement) if stage_rank == rank]] for rank in range(ranks)
-            ]
+            chunks_by_rank = [[stages] for stages in stages_by_rank(placement, ranks)]
         else:
-            chunk_count = stages if chunks is None else ranks * chunks
-            chunk_of = stage_ranks("linear", stages, chunk_count)
-            stages_by_chunk = [
-                [stage for stage, chunk in enumerate(chunk_of) if chunk == own_chunk]
-                for own_chunk in range(chunk_count)
-            ]
+            chunk_count = program.stages if chunks is None else ranks * chunks
+            chunk_of = stage_ranks("linear", program.stages, chunk_count)
+            stages_by_chunk = stages_by_rank(chunk_of, chunk_count)
             chunks_by_rank = [stages_by_chunk[rank::ranks] for rank in range(ranks)]
         microbatches = program.microbatches
         rows = [
@@ -113,7 +108,6 @@ def _overlapping(ranks: int, chunks: int | None) -> Transform:
 def _row_of_rank(
     context: RankContext, chunk_stages: list[list[int]], exchange_stages: Collection[int]
 ) -> Iterator[Cell]:
-    """Yield the cells of a rank with these chunks."""
     # The extra forward of the warm-up makes each pair one of two microbatches, on the last rank too.
     units: Sequence[Unit] = in_groups(context, context.ranks)
     warm_up = min(2 * context.later_ranks + (context.chunks - 1) * context.ranks + 1, len(units))

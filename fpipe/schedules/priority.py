@@ -145,38 +145,26 @@ class _ReadyOps:
             if not _is_named(op):
                 unclaimed_recomputes[position] = [*recomputes, position] if op.kind == "R" else recomputes
                 continue
-            own_recomputes = [
-                recompute
-                for recompute in dict.fromkeys(recomputes)
-                if recompute not in claimed and program.ops[recompute].rank == op.rank
-            ]
-            claimed.update(own_recomputes)
-            parts = [*(op.parts or (op,)), *(program.ops[recompute] for recompute in own_recomputes)]
+            unclaimed = (recompute for recompute in dict.fromkeys(recomputes) if recompute not in claimed)
+            claims = [recompute for recompute in unclaimed if program.ops[recompute].rank == op.rank]
+            claimed.update(claims)
+            recompute_ops = [program.ops[recompute] for recompute in claims]
+            parts = [*(op.parts or (op,)), *recompute_ops]
             self.takes.append(sum(part.kind in "FR" and any(v.name == "res" for v in part.writes) for part in parts))
             self.drops.append(sum(part.kind in "BW" for part in parts))
-            seconds.append(
-                costs.seconds(op) + sum(costs.seconds(program.ops[recompute]) for recompute in own_recomputes)
-            )
+            seconds.append(costs.seconds(op) + sum(map(costs.seconds, recompute_ops)))
         self.ops += [program.ops[position] for position in positions]
         return TaskGraph.of(program.ranks, [op.rank for op in self.ops], seconds, needs)
 
     def _minimum_caps(self) -> list[float]:
         """Return the smallest possible cap of each rank: the peak of one microbatch that runs alone."""
-        held_residuals: Counter[tuple[int, int | None]] = Counter()
-        peaks: Counter[tuple[int, int | None]] = Counter()
+        held_residuals: Counter[tuple[int, int | None]] = Counter()  # by rank and microbatch
+        peaks = [0] * len(self.residuals_per_microbatch)
         for op, takes, drops in zip(self.ops, self.takes, self.drops, strict=True):
-            rank_and_microbatch = (op.rank, op.microbatch)
-            held_residuals[rank_and_microbatch] += takes
-            peaks[rank_and_microbatch] = max(peaks[rank_and_microbatch], held_residuals[rank_and_microbatch])
-            held_residuals[rank_and_microbatch] -= drops
-        counts = (
-            [count for (op_rank, _), count in peaks.items() if op_rank == rank]
-            for rank in range(len(self.residuals_per_microbatch))
-        )
-        return [
-            max(peaks_of_rank, default=0) / per_microbatch
-            for peaks_of_rank, per_microbatch in zip(counts, self.residuals_per_microbatch, strict=True)
-        ]
+            held_residuals[op.rank, op.microbatch] += takes
+            peaks[op.rank] = max(peaks[op.rank], held_residuals[op.rank, op.microbatch])
+            held_residuals[op.rank, op.microbatch] -= drops
+        return [peak / count for peak, count in zip(peaks, self.residuals_per_microbatch, strict=True)]
 
     def pick(self, rank: int, time: float, ready: list[int]) -> int:
         """Return the ready op with the smallest key that the rank has room for; the earlier op wins a tie."""
@@ -185,9 +173,7 @@ class _ReadyOps:
         # Residuals are counted as whole numbers, a cap in microbatches may be any fraction: allow for its rounding.
         room = self.limits[rank] * per_microbatch - self.held[rank] + 1e-9
         facts = RankState(time, rank, self.held[rank] / per_microbatch, *self.sizes)
-        key_by_op = {
-            op_index: self.key(self.ops[op_index], facts) for op_index in ready if self.takes[op_index] <= room
-        }
+        key_by_op = {index: self.key(self.ops[index], facts) for index in ready if self.takes[index] <= room}
         keys = {op_index: value for op_index, value in key_by_op.items() if not _waits(value)}
         # An infinite key may change with anything that happens, but a lack of room only with an op of this rank.
         if not keys:
@@ -210,7 +196,6 @@ class _ReadyOps:
         return op
 
     def _free_residuals(self, rank: int) -> None:
-        """Free the drops of the op that has ended on a rank."""
         ended_op = self.running_op[rank]
         if ended_op is not None:
             self.held[rank] -= self.drops[ended_op]
@@ -224,12 +209,10 @@ class _ReadyOps:
             self._free_residuals(rank)
             held_text = f"holds {self.held[rank] / self.residuals_per_microbatch[rank]:g} of {self.limits[rank]:g}"
             room = self.limits[rank] * self.residuals_per_microbatch[rank] - self.held[rank] + 1e-9
-            cells_without_room = [self.ops[op_index].cell for op_index in stuck if self.takes[op_index] > room]
+            blocked_cells = [self.ops[op_index].cell for op_index in stuck if self.takes[op_index] > room]
             waiting_cells = [self.ops[op_index].cell for op_index in stuck if self.takes[op_index] <= room]
-            if cells_without_room:
-                lines.append(
-                    f"rank {rank} {held_text} microbatches and has no room for {_first_cells(cells_without_room)}"
-                )
+            if blocked_cells:
+                lines.append(f"rank {rank} {held_text} microbatches and has no room for {_first_cells(blocked_cells)}")
             if waiting_cells:
                 lines.append(f"rank {rank} may go on, but the key is inf for {_first_cells(waiting_cells)}")
             remaining_ops = [

@@ -205,12 +205,9 @@ def similar_names(text: str) -> list[str]:
     """Return names that may be meant: those whose title has the text (1F1B, ZB-V, VPP), or with a similar spelling."""
     # Fragments of titles first, those at the front of a title before others; else the edit distance of names.
     titles = {name: schedule.title.lower() for name, schedule in SCHEDULE_BY_NAME.items()}
-    positions_in_title = sorted(
-        (title.index(text), name) for name, title in titles.items() if len(text) > 1 and text in title
-    )
-    return [name for _, name in positions_in_title][:3] or difflib.get_close_matches(
-        text, SCHEDULE_BY_NAME, n=3, cutoff=0.5
-    )
+    positions = sorted((title.index(text), name) for name, title in titles.items() if len(text) > 1 and text in title)
+    by_title = [name for _, name in positions][:3]
+    return by_title or difflib.get_close_matches(text, SCHEDULE_BY_NAME, n=3, cutoff=0.5)
 
 
 def get(name: str) -> Callable[..., Transform]:

@@ -100,10 +100,8 @@ def roundpipe(
         # Parameters live on the host, one rank above those that compute; `communicate` brings them where a group runs.
         with building():
             first_kept_stage = program.stages if fused_group is None else backward_plan[0][0]
-            recomputed_groups = backward_plan if fused_group is None else backward_plan[1:]
-            recomputed = checkpoint(lambda stage, microbatch: stage < first_kept_stage, groups=recomputed_groups)(
-                program
-            )
+            groups = backward_plan if fused_group is None else backward_plan[1:]
+            recomputed = checkpoint(lambda stage, microbatch: stage < first_kept_stage, groups=groups)(program)
             host_homes = dict.fromkeys(range(program.stages), ranks)
             return apply_table(recomputed, rows, move=True, homes=host_homes if homes is None else homes)
 

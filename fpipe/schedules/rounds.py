@@ -198,12 +198,10 @@ def places_in_rows(
             for microbatch in range(microbatches):
                 units = units_before(forward_numbers[microbatch], chunk, group, len(rank_stages))
                 # After the warm-up a rank repeats F, I, W: places ahead + 3n, + 1 and + 2, and W later by its lag.
-                ranking[stage * microbatches + microbatch] = (
-                    units if units <= warm_up else warm_up + 3 * (units - warm_up)
-                )
-                units = units_before(
-                    backward_numbers[microbatch], len(rank_stages) - 1 - chunk, group, len(rank_stages)
-                )
+                beyond = max(0, units - warm_up)
+                ranking[stage * microbatches + microbatch] = units + 2 * beyond
+                mirrored_chunk = len(rank_stages) - 1 - chunk
+                units = units_before(backward_numbers[microbatch], mirrored_chunk, group, len(rank_stages))
                 ranking[(stages + stage) * microbatches + microbatch] = warm_up + 1 + 3 * units
                 ranking[(2 * stages + stage) * microbatches + microbatch] = warm_up + 2 + 3 * (units + lag)
     return ranking

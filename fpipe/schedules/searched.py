@@ -223,12 +223,9 @@ def forwards_ahead(
         microbatches, table = program.microbatches, list[list[Key]]()
         # One stage a rank: the rank is also the number of its stage.
         for rank in placement:
-            forward_count = max(
-                1, min(microbatches, int(cap), int((ranks - 1 - rank) * forwards_per_hop + 1 + extra_forwards))
-            )
-            forwards, backwards = (
-                [(kind, rank, microbatch, None) for microbatch in range(microbatches)] for kind in "FB"
-            )
+            warm_up = int((ranks - 1 - rank) * forwards_per_hop + 1 + extra_forwards)
+            forward_count = max(1, min(microbatches, int(cap), warm_up))
+            forwards, backwards = ([(kind, rank, i, None) for i in range(microbatches)] for kind in "FB")
             paired_ops = [key for pair in zip(backwards, forwards[forward_count:], strict=False) for key in pair]
             table.append([*forwards[:forward_count], *paired_ops, *backwards[microbatches - forward_count :]])
         return fill_gaps_with_weights(table, placement, cap, kept_share)

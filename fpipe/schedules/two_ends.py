@@ -16,7 +16,7 @@ from fpipe.schedules.overlap import exchanges_of, overlapped_cells
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform, as_transform
 from fpipe.transforms.cells import Cell, Key
-from fpipe.transforms.place import bidirectional_ranks, stage_ranks
+from fpipe.transforms.place import bidirectional_ranks, stage_ranks, stages_by_rank
 from fpipe.transforms.reorder import apply_table
 
 Direction = tuple[Sequence[int], int]
@@ -72,23 +72,16 @@ def dualpipe(ranks: int, *, overlap: bool = True) -> Transform:
     def transform(program: Program) -> Program:
         with building():
             rank_by_stage, homes = bidirectional_ranks(program.stages, ranks)
-            stages_by_rank = [
-                [stage for stage, rank in enumerate(rank_by_stage) if rank == share_rank] for share_rank in range(ranks)
-            ]
+            shares = stages_by_rank(rank_by_stage, ranks)
             half, exchange_stages = program.microbatches // 2, exchanges_of(program)
             rows: list[list[Cell]] = []
             for rank in range(ranks):
-                directions = ((stages_by_rank[rank], 0), (stages_by_rank[ranks - 1 - rank], half))
+                directions = ((shares[rank], 0), (shares[ranks - 1 - rank], half))
                 # Ranks r and p-1-r do the same from their own ends, with the two directions exchanged.
                 distance_from_end = min(rank, ranks - 1 - rank)
                 turns = rank_turns(distance_from_end, ranks // 2, half, overlap)
-                rows.append(
-                    [
-                        *cells_of_turns(
-                            turns, directions if rank == distance_from_end else directions[::-1], exchange_stages
-                        )
-                    ]
-                )
+                directions = directions if rank == distance_from_end else directions[::-1]
+                rows.append([*cells_of_turns(turns, directions, exchange_stages)])
             return apply_table(program, rows, move=True, homes=homes)
 
     return transform
@@ -135,9 +128,7 @@ def dualpipev(ranks: int, *, overlap: bool = True) -> Transform:
     def transform(program: Program) -> Program:
         with building():
             chunks = stage_ranks("linear", program.stages, 2 * ranks)
-            stages_by_chunk = [
-                [stage for stage, chunk in enumerate(chunks) if chunk == own_chunk] for own_chunk in range(2 * ranks)
-            ]
+            stages_by_chunk = stages_by_rank(chunks, 2 * ranks)
             exchange_stages, microbatches = exchanges_of(program), program.microbatches
             rows = [
                 [

@@ -24,7 +24,7 @@ from fpipe.schedules.search_request import search_order
 from fpipe.timing.costs import Costs, checked_costs
 from fpipe.transforms._rewrite import Transform, as_transform
 from fpipe.transforms.cells import Key
-from fpipe.transforms.place import bidirectional_ranks, stage_ranks
+from fpipe.transforms.place import bidirectional_ranks, stage_ranks, stages_by_rank
 from fpipe.transforms.reorder import apply_table, from_rows
 
 Route = tuple[Iterable[int], Sequence[tuple[int, Sequence[int]]]]
@@ -70,14 +70,12 @@ def chimera(ranks: int) -> Transform:
     def transform(program: Program) -> Program:
         with building():
             rank_by_stage, homes = bidirectional_ranks(program.stages, ranks)
-            stages_by_rank = [
-                [stage for stage, rank in enumerate(rank_by_stage) if rank == share_rank] for share_rank in range(ranks)
-            ]
+            shares = stages_by_rank(rank_by_stage, ranks)
             # The second half visits the ranks in the opposite order, with the stages of the mirrored rank.
             half = program.microbatches // 2
             routes = [
-                (range(half), [*enumerate(stages_by_rank)]),
-                (range(half, 2 * half), [(ranks - 1 - rank, share) for rank, share in enumerate(stages_by_rank)]),
+                (range(half), [*enumerate(shares)]),
+                (range(half, 2 * half), [(ranks - 1 - rank, share) for rank, share in enumerate(shares)]),
             ]
             return apply_table(program, rows_by_slot(routes, ranks, unit=ranks // 2), move=True, homes=homes)
 
@@ -140,13 +138,8 @@ def hanayo(ranks: int, waves: int | None = None) -> Transform:
         # A chunk for each visit: down the ranks and back up, once for each wave.
         rank_by_chunk = [*range(ranks), *reversed(range(ranks))] * (waves or max_waves)
         chunks = stage_ranks("linear", program.stages, len(rank_by_chunk))
-        stages_by_chunk = [
-            [stage for stage, chunk in enumerate(chunks) if chunk == own_chunk]
-            for own_chunk in range(len(rank_by_chunk))
-        ]
-        rows = rows_by_slot(
-            [(range(program.microbatches), [*zip(rank_by_chunk, stages_by_chunk, strict=True)])], ranks, unit=ranks
-        )
+        visits = [*zip(rank_by_chunk, stages_by_rank(chunks, len(rank_by_chunk)), strict=True)]
+        rows = rows_by_slot([(range(program.microbatches), visits)], ranks, unit=ranks)
         return from_rows([rank_by_chunk[chunk] for chunk in chunks], None, lambda program, placement: rows)(program)
 
     return transform
@@ -164,13 +157,10 @@ def rows_by_slot(routes: Iterable[Route], ranks: int, *, unit: int) -> list[list
             first_slot = index // unit * slots_per_microbatch + 2 * (index % unit)
             for position_on_route, (rank, stages) in enumerate(visits):
                 slots[rank].append((first_slot + position_on_route, "F", microbatch, stages))
-                slots[rank].append(
-                    (first_slot + slots_per_microbatch - 1 - position_on_route, "B", microbatch, stages[::-1])
-                )
-    return [
-        [(kind, stage, microbatch, None) for _, kind, microbatch, stages in sorted(row) for stage in stages]
-        for row in slots
-    ]
+                backward_slot = first_slot + slots_per_microbatch - 1 - position_on_route
+                slots[rank].append((backward_slot, "B", microbatch, stages[::-1]))
+    in_order = map(sorted, slots)
+    return [[(kind, stage, i, None) for _, kind, i, stages in row for stage in stages] for row in in_order]
 
 
 # A V: down the ranks and back up. The first and the last stage share a rank, and so do the chunks that are held longest

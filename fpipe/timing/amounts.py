@@ -87,7 +87,6 @@ def interpolate(name: str, low: Any, high: Any, weight: float) -> Any:
 
 
 def _checked_number(expected: str, number: object) -> float:
-    """Check a number from 0 on."""
     # A bool is an int in Python, but costs=True is a mistake.
     if not isinstance(number, int | float) or isinstance(number, bool):
         raise ValueError(f"{expected}; found {number!r}, which is no number.")

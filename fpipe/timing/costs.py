@@ -142,7 +142,6 @@ class Costs:
         return cls(F / share, B / share, W / share, None if R is None else R / share, c)
 
     def __repr__(self) -> str:
-        """Show the first five fields, and others where they are not the default."""
         field_texts = [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)[:5]]
         for field in fields(self)[5:]:
             value = getattr(self, field.name)
@@ -162,11 +161,9 @@ class Costs:
             checked_seconds(field_name, getattr(self, field_name))
         for cost in numbers_of_links("transfer", "seconds", self.transfer):
             checked_seconds("transfer", cost)
-        link_bandwidths = (
-            () if self.bandwidth is None else numbers_of_links("bandwidth", "bytes a second", self.bandwidth)
-        )
+        bandwidths = () if self.bandwidth is None else numbers_of_links("bandwidth", "bytes a second", self.bandwidth)
         host_bandwidths = () if self.host_bandwidth is None else (self.host_bandwidth,)
-        for field_name, rates in (("bandwidth", link_bandwidths), ("host_bandwidth", host_bandwidths)):
+        for field_name, rates in (("bandwidth", bandwidths), ("host_bandwidth", host_bandwidths)):
             for rate in rates:
                 checked_rate(field_name, rate)
             if getattr(self, field_name) is not None and self.bytes is None:
@@ -208,7 +205,6 @@ class Costs:
         return seconds / self.cluster.speed_of(op.rank)
 
     def _seconds_at_unit_speed(self, op: Op) -> float:
-        """Seconds of an op on a rank of speed 1."""
         if op.parts:
             if callable(self.pair):
                 return checked_seconds(f"pair({op.cell})", self.pair(op))

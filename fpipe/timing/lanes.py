@@ -207,7 +207,6 @@ class _Lanes:
             return arrived[value, rank]
 
         def request_time(position: int) -> float:
-            """Return when a SEND asks for its link."""
             op, (source,) = ops[position], program.sources[position]
             ready = ready_at(op.reads[0], source, op.rank)
             return max(ready, last_start[op.rank]) if self.sends_are_placed else ready

@@ -103,7 +103,6 @@ class Timeline(HtmlRepr):
 
     @cached_property
     def _work_and_span(self) -> list[tuple[float, float, float]]:
-        """Work, first start and last end of each rank."""
         return _work_by_rank(self.ops, self.starts, self.ends, self.ranks)
 
     @cached_property
@@ -237,7 +236,7 @@ class Timeline(HtmlRepr):
 
         >>> import fpipe
         >>> timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)))
-        >>> [(wait.rank, wait.start, wait.end, wait.op.cell, wait.on.cell) for wait in timeline.waits if wait.op]
+        >>> [(wait.rank, wait.start, wait.end, wait.op.cell, wait.writer.cell) for wait in timeline.waits if wait.op]
         [(0, 1.0, 4.0, '0B0', '1B0'), (1, 0.0, 1.0, '1F0', '0F0')]
         """
         return self._cause_finder.waits(self.ranks, self.makespan)

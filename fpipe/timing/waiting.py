@@ -328,9 +328,7 @@ def _describe(subject: Op | Transfer) -> str:
 
 def sorted_transfers(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
     """Sort transfers by time, then link, then value."""
-    return tuple(
-        sorted(transfers, key=lambda moved: (moved.start, moved.end, moved.source, moved.target, str(moved.value)))
-    )
+    return tuple(sorted(transfers, key=lambda move: (move.start, move.end, move.source, move.target, str(move.value))))
 
 
 # Longest paths through a program's data, whatever the order of its ranks.

@@ -95,9 +95,7 @@ def sizes_of(keys: Sequence[Key]) -> tuple[int, int, int]:
     """
     sizes = [1 + max(index or 0 for index in indices) for indices in zip(*(key[1:] for key in keys), strict=True)]
     stages, microbatches, slices = sizes
-    named_forwards = {
-        (stage, microbatch, slice_index or 0) for kind, stage, microbatch, slice_index in keys if kind == "F"
-    }
+    named_forwards = {(stage, i, slice_index or 0) for kind, stage, i, slice_index in keys if kind == "F"}
     if len(named_forwards) < stages * microbatches * slices:
         # Not itertools.product, which lists its ranges before it yields the first: the numbers may be huge.
         forwards = ((s, m, q) for s in range(stages) for m in range(microbatches) for q in range(slices))

@@ -142,10 +142,8 @@ def _join_slices(program: Program, outputs: Iterable[Output]) -> tuple[list[Outp
         reads = (*(Value("w", *value[1:4]) for value in slice_values), *slice_values)
         options = _sequence_options(program)
         merges.append(Op("MERGE", slice_values[0].stage, name.microbatch, None, 0, reads, (name,), (), options))
-    return [
-        *other_outputs,
-        *(Output(name, name, slice_outputs[0].homes) for name, slice_outputs in outputs_by_name.items()),
-    ], merges
+    joined_outputs = [Output(name, name, parts[0].homes) for name, parts in outputs_by_name.items()]
+    return [*other_outputs, *joined_outputs], merges
 
 
 def _sequence_options(program: Program) -> tuple[tuple[str, object], ...]:
@@ -203,7 +201,6 @@ class _Adder:
         return scaled
 
     def join_rows(self, name: Value, values: list[Value]) -> Value:
-        """Concatenate the gradients of single rows, in microbatch order."""
         joined_rows = name._replace(name="rows")
         values = sorted(values, key=lambda value: value.microbatch or 0)
         self.ops.append(Op("MERGE", name.stage, None, None, 0, tuple(values), (joined_rows,)))
@@ -212,9 +209,8 @@ class _Adder:
     def join_input_grads(self, values: list[Value], count: Value | None) -> Value:
         """Join the gradients of the inputs as the batch was cut; divide by the count if there is one."""
         split_options = next((op.how for op in self.program.ops if op.kind == "SPLIT"), ())
-        options = tuple(
-            option for option in split_options if option[0] in ("spec", "presplit", "slices", "dim", "sequence")
-        )
+        names = ("spec", "presplit", "slices", "dim", "sequence")
+        options = tuple(option for option in split_options if option[0] in names)
         values = sorted(values, key=lambda value: (value.microbatch or 0, value.slice or 0))
         stage, joined = values[0].stage, Value("dinputs" if count else "input_grads")
         self.ops.append(Op("MERGE", stage, None, None, 0, (Value("inputs"), *values), (joined,), (), options))

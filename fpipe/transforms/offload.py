@@ -77,12 +77,7 @@ def offload(
         check_names("values", names, program, optional_names=("res", "wres", "y"))
         residences_by_rank = _residences_by_rank(program, names, lead, policy)
         if cap is None:
-            leaving = [
-                residence
-                for residences in residences_by_rank.values()
-                for residence in residences
-                if residence.may_leave
-            ]
+            leaving = [stay for residences in residences_by_rank.values() for stay in residences if stay.may_leave]
         else:
             leaving = _choose_fewest_leaving(program, residences_by_rank, cap)
         if not leaving:
@@ -221,7 +216,6 @@ def _choose_leaving(residences: list[_Residence], limit: int) -> list[_Residence
 
 
 def _held_count(present: Iterable[_Residence], leaving: set[_Residence], step: int) -> int:
-    """Count the values that a rank holds in a step."""
     # One that leaves and one that comes back in a step share one place: the copy lane moves one value at a time, and
     # frees the first before it brings the second. So the larger of the two numbers counts.
     held_count = outgoing = returning = 0

@@ -159,14 +159,15 @@ def ascending_ranks(program: Program, ranks: int | None) -> list[int]:
     [0, 0, 1, 1]
     """
     placement = program.placement if ranks is not None and program.ranks == ranks else ()
-    ranks_of_stages = [rank for rank in placement if isinstance(rank, int)]
-    if (
-        len(ranks_of_stages) == len(placement)
-        and ranks_of_stages == sorted(ranks_of_stages)
-        and len({*ranks_of_stages}) == ranks
-    ):
-        return ranks_of_stages
+    stage_homes = [rank for rank in placement if isinstance(rank, int)]  # else a stage has several ranks
+    if len(stage_homes) == len(placement) and stage_homes == sorted(stage_homes) and len({*stage_homes}) == ranks:
+        return stage_homes
     return stage_ranks("linear", program.stages, ranks)
+
+
+def stages_by_rank(placement: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the stages of each rank, ascending."""
+    return [[stage for stage, home in enumerate(placement) if home == rank] for rank in range(ranks)]
 
 
 def bidirectional_ranks(stages: int, ranks: int | None = None) -> tuple[list[int], dict[int, set[int]]]:

@@ -152,7 +152,6 @@ class _CellFinder:
         return positions
 
     def move_rows(self, positions: Sequence[Sequence[int]]) -> None:
-        """Put the ops of each row on its rank."""
         # In the order of the program, as the ops lie in memory, and not row by row: a tenth off a large build.
         ranks = [-1] * len(self.ops)
         for rank, row in enumerate(positions):

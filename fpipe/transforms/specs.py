@@ -164,9 +164,8 @@ def spec_of(text: str | None) -> Any:
             case ast.List(elts=parts):
                 return list(map(parse_node, parts))
             case ast.Dict(keys=keys, values=values):
-                return {
-                    ast.literal_eval(key): parse_node(value) for key, value in zip(keys, values, strict=True) if key
-                }
+                pairs = zip(keys, values, strict=True)
+                return {ast.literal_eval(key): parse_node(value) for key, value in pairs if key}
             case ast.Call(func=ast.Name(id="Chunk"), keywords=[ast.keyword(arg="dim", value=dim)]):
                 return Chunk(ast.literal_eval(dim))
             case ast.Call(func=ast.Name(id="Replicate" | "Sum" as class_name)):

@@ -98,11 +98,9 @@ def split(
 def _check_sizes(count: int | None, size: int | None, rows: int | None, allow_fewer: bool) -> tuple[int, _Options]:
     if (count is None) == (size is None):
         raise ValueError("say either split(8) or split(size=4, rows=32).")
-    for argument_name, number in (("microbatches", count), ("size", size), ("rows", rows)):
+    for name, number in (("microbatches", count), ("size", size), ("rows", rows)):
         if number is not None:
-            check_whole_number(
-                argument_name, number, maximum=LARGEST_SIZE if argument_name == "microbatches" else math.inf
-            )
+            check_whole_number(name, number, maximum=LARGEST_SIZE if name == "microbatches" else math.inf)
     if rows is None and (allow_fewer or size is not None):
         option = "allow_fewer" if size is None else f"split(size={size})"
         raise ValueError(f"{option} needs rows=, the number of rows of a batch.")

@@ -89,9 +89,8 @@ def merge_backward() -> Transform:
                 open_position_by_rank[op.rank] = position
             elif op.kind == "W" and open_position is not None and program.ops[open_position].writes[-1] in op.reads:
                 input_half = program.ops[open_position]
-                op_by_position[open_position] = input_half._replace(
-                    kind="B", writes=(*input_half.writes[:-1], *op.writes)
-                )
+                writes = (*input_half.writes[:-1], *op.writes)
+                op_by_position[open_position] = input_half._replace(kind="B", writes=writes)
                 op_by_position[position] = None
         ops = (op_by_position.get(position, op) for position, op in enumerate(program.ops))
         return rebuild(program, [op for op in ops if op is not None])
@@ -134,7 +133,6 @@ _TRAINING_RESULTS = frozenset(("grads", "input_grads", "state", "params", "opt",
 
 
 def _keep_needed(program: Program, outputs: tuple[Output, ...]) -> Program:
-    """Keep the ops and values from which the outputs are computed."""
     # Dead code elimination: walk from the last op up, and keep an op if a kept op or an output reads a write of it.
     # The sources are not handed on: positions change where ops go.
     needed_values = {program_input.value for program_input in outputs}

@@ -95,7 +95,6 @@ class _StepRenamer:
                 yield end._replace(value=self.rename(end.value))
 
     def op(self, op: Op) -> Op:
-        """Rename an op to this step."""
         # Stale parameters are for gradients alone: an update is always of the latest version.
         delays = [0 if op.kind == "UPDATE" else self.delay(value.stage or 0) for value in op.reads]
         reads = tuple(map(self.rename, op.reads, delays))
