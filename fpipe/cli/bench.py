@@ -93,17 +93,11 @@ def bench(
         else:
             workload = _for_any_stages(options.call_model(model))
 
-        def advance(done: int, total: int) -> None:
+        def show(done: int, total: int) -> None:
             bar(completed=done, total=total)
 
         measured = measure(
-            schedules,
-            workload,
-            ranks=count,
-            microbatches=microbatches,
-            runtime=runtime,
-            rounds=rounds,
-            progress=advance,
+            schedules, workload, ranks=count, microbatches=microbatches, runtime=runtime, rounds=rounds, progress=show
         )
     # 2) The first rank prints and draws.
     if rank == 0:

@@ -39,8 +39,7 @@ def placement(text: str) -> Any:
 
 Stages = Annotated[int | None, typer.Option("--stages", "-s", min=1, help="Stages; by default one a rank.")]
 Placement = Annotated[
-    Any,
-    options.parsed_by(placement, "--placement", metavar="WORD", help="any, linear, looped, v; or ranks: 0/1/1/0."),
+    Any, options.parsed_by(placement, "--placement", metavar="WORD", help="any, linear, looped, v; or ranks: 0/1/1/0.")
 ]
 Cap = Annotated[
     Any,

@@ -21,13 +21,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     On a terminal too narrow for the longest word of each column a row is a paragraph, one line for each column.
     """
     width = columns_of_terminal()
-    longest_words = [
-        max(len(part) for cell in cells for part in cell.split()) for cells in zip(columns, *rows, strict=True)
-    ]
-    if (
-        width is not None
-        and sum(longest_words) + 3 * len(columns) + max(len(row[0]) for row in rows) - longest_words[0] > width
-    ):
+    # A column is never narrower than its longest word; the first one, of names, is not wrapped at all.
+    widths = [max(len(word) for cell in cells for word in cell.split()) for cells in zip(columns, *rows, strict=True)]
+    name_width = max(len(row[0]) for row in rows) if width is not None else 0
+    if width is not None and sum(widths) + 3 * len(columns) + name_width - widths[0] > width:
         _paragraphs(columns, rows, width)
         return
     right = [all(_is_number(row[k]) for row in rows) for k in range(len(columns))]
@@ -39,7 +36,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         grid = Table(box=SIMPLE_HEAD, pad_edge=False)
         for k, (column, is_number) in enumerate(zip(columns, right, strict=True)):
             side = "right" if is_number else "left"
-            grid.add_column(column, justify=side, overflow="fold", no_wrap=k == 0, min_width=longest_words[k])
+            grid.add_column(column, justify=side, overflow="fold", no_wrap=k == 0, min_width=widths[k])
         for row in rows:
             grid.add_row(*row)
         Console(highlight=False, markup=False).print(grid)

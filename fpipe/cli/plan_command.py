@@ -58,8 +58,7 @@ Policies = Annotated[
     parsed_by(checked_policy, "--checkpoint", metavar="|".join(POLICIES), help="What is tried; by default all three."),
 ]
 Memory = Annotated[
-    Any,
-    parsed_by(options.amount, "--memory", metavar="N", help="Of a rank: 40GiB; without bytes, rows it may hold."),
+    Any, parsed_by(options.amount, "--memory", metavar="N", help="Of a rank: 40GiB; without bytes, rows it may hold.")
 ]
 Replicas = Annotated[
     int | None, typer.Option("--replicas", min=1, help="Of all ranks, for --shard; or of the cluster.")
@@ -136,9 +135,7 @@ def run(
     model, costs = work.model, work.costs
     if model is not None and costs:
         raise typer.BadParameter("a --model is measured, and --costs are given: choose one of them.", ctx=typed)
-    options.refuse_other_unit(
-        machine.memory, has_bytes=model is not None or any(value.bytes for _, value in costs or ())
-    )
+    options.refuse_other_unit(machine.memory, has_bytes=model is not None or any(cost.bytes for _, cost in costs or ()))
     # Options that were not typed keep the defaults of `Candidates`.
     chosen = {field: value for field, value in vars(candidates).items() if value not in (None, [])}
     space = Machine(**vars(machine)), Candidates(**chosen, schedules=names or None)

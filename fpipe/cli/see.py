@@ -120,9 +120,8 @@ def compare(
         for name in names_or_files or names()
     ]
     costs = priced.on_cluster
-    comparison = compare_schedules(
-        programs_or_names, ranks, microbatches, costs.for_library if costs.are_typed else None
-    )
+    typed_costs = costs.for_library if costs.are_typed else None
+    comparison = compare_schedules(programs_or_names, ranks, microbatches, typed_costs)
     print(comparison)
     served = [row for row in comparison if row.timeline is not None]
     if not served:

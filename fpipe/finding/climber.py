@@ -137,9 +137,8 @@ class Climber:
         ops_by_rank, rows = order.ops_by_rank[:], order.rows[:]
         ops_by_rank[rank], rows[rank] = rank_ops, row
         limit = threshold[0] * (1 + 1e-12) if self.objective == "makespan" else math.inf
-        played = self.tasks.play(
-            ops_by_rank, limit, order.played.ends, self._count_unchanged(rank, order.ops_by_rank[rank], rank_ops)
-        )
+        known_counts = self._count_unchanged(rank, order.ops_by_rank[rank], rank_ops)
+        played = self.tasks.play(ops_by_rank, limit, order.played.ends, known_counts)
         return PlayedOrder(order_value(played, self.objective), rows, ops_by_rank, played)
 
     def _count_unchanged(self, rank: int, old_ops: list[int], new_ops: list[int]) -> list[int]:
@@ -181,14 +180,8 @@ class Climber:
                 amount -= drops[track]
             if full_slot < 0:
                 return row
-            freeing_slot = next(
-                (
-                    later_slot
-                    for later_slot in range(full_slot + 1, len(row))
-                    if drops[row[later_slot]] > takes[row[later_slot]]
-                ),
-                None,
-            )
+            later_slots = range(full_slot + 1, len(row))
+            freeing_slot = next((slot for slot in later_slots if drops[row[slot]] > takes[row[slot]]), None)
             if freeing_slot is None:
                 return None
             row = [*row[:full_slot], *row[full_slot + 1 : freeing_slot + 1], row[full_slot], *row[freeing_slot + 1 :]]

@@ -34,12 +34,8 @@ def fuse_backwards(base: Program, best: Candidate, judge: Callable[[Program], Ca
             return best
         if kind_of(op.kind).place == "table":
             rows[op.rank].append(op[:4])
-    pairs = [
-        (rank, key[1:])
-        for rank, row in enumerate(rows)
-        for key, next_key in pairwise(row)
-        if key[0] == "I" and next_key == ("W", *key[1:])
-    ]
+    neighbours = ((rank, *keys) for rank, row in enumerate(rows) for keys in pairwise(row))
+    pairs = [(rank, key[1:]) for rank, key, next_key in neighbours if key[0] == "I" and next_key == ("W", *key[1:])]
     full_backwards = {op[1:4] for op in base.ops if op.kind == "B"}
     pairs = [pair for pair in pairs if pair[1] in full_backwards]
     fused_pairs: set[tuple[int, tuple[int | None, ...]]] = set()

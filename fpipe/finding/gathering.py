@@ -56,9 +56,8 @@ def search_with_gathers(
             if cap <= 0:
                 break
     if not results:
-        cap, smallest_peak = (
-            format_exact_amount(amount, problem.costs.bytes is not None) for amount in (problem.cap, smallest_peak)
-        )
+        in_bytes = problem.costs.bytes is not None
+        cap, smallest_peak = (format_exact_amount(amount, in_bytes) for amount in (problem.cap, smallest_peak))
         raise ProgramError(
             f"nothing fits memory_cap={cap} with what is gathered: the least that was found is {smallest_peak}; "
             'fpipe.shard(gather="use", lead=0) holds less.'

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
@@ -79,25 +80,15 @@ class ListOrders:
         on_exchange_lane = tasks.on_exchange_lane or [False for _ in tasks.ops]
         # `list_schedule` knows one lane a rank. So an exchange takes no time there, runs as soon as it is ready, and
         # its seconds are added to the delay of whoever reads it.
-        exchange_seconds = [
-            seconds if is_exchange else 0.0
-            for seconds, is_exchange in zip(tasks.seconds, on_exchange_lane, strict=True)
-        ]
+        timed_lanes = zip(tasks.seconds, on_exchange_lane, strict=True)
+        exchange_seconds = [seconds if is_exchange else 0.0 for seconds, is_exchange in timed_lanes]
         self.runs_first = [on_exchange_lane[step[-1]] for _, step in self.steps]
         for step_index, (_, step) in enumerate(self.steps):
-            sources = [
-                (step_by_op[source], delay + exchange_seconds[source])
-                for op in step
-                for source, delay in tasks.needs[op]
-                if source >= 0
-            ]
-            needs.append(
-                {
-                    source: delay
-                    for source, delay in sorted(sources, key=lambda source_and_delay: source_and_delay[1])
-                    if source != step_index
-                }
-            )
+            op_needs = (need for op in step for need in tasks.needs[op] if need[0] >= 0)
+            sources = [(step_by_op[source], delay + exchange_seconds[source]) for source, delay in op_needs]
+            # Sorted by delay: of several needs of one step the longest delay is written last, and stays.
+            sources.sort(key=itemgetter(1))
+            needs.append({source: delay for source, delay in sources if source != step_index})
         # The ops of a track run in the order of their microbatches.
         for steps in tasks.tracks:
             for earlier_step, later_step in pairwise(step_by_op[step[0]] for step in steps):
@@ -108,13 +99,9 @@ class ListOrders:
 
     def _takes_of_first_microbatch(self, rank: int) -> list[float]:
         """Return the residuals that each forward of a rank's first microbatch adds."""
-        taking_steps = [
-            step_index for step_index, step_rank in enumerate(self.rank) if step_rank == rank and self.takes[step_index]
-        ]
-        first_microbatch = min((self.microbatch[step_index] for step_index in taking_steps), default=0)
-        return [
-            self.takes[step_index] for step_index in taking_steps if self.microbatch[step_index] == first_microbatch
-        ]
+        taking_steps = [step for step, step_rank in enumerate(self.rank) if step_rank == rank and self.takes[step]]
+        first_microbatch = min((self.microbatch[step] for step in taking_steps), default=0)
+        return [self.takes[step] for step in taking_steps if self.microbatch[step] == first_microbatch]
 
     def order(self, rule: Rule, leaves_room: str = ROOM_FOR_ALL, ahead: float = math.inf) -> Rows | None:
         """Return the order by a rule, or None if it deadlocks under the caps.
@@ -146,55 +133,44 @@ class ListOrders:
             held_by_rank[rank] -= freed[rank]
             freed[rank] = 0.0
             best, missing = NOTHING, missing_by_rank[rank]
-            for step_index in ready:
-                amount, microbatch = self.takes[step_index], self.microbatch[step_index]
+            for step in ready:
+                amount, microbatch = self.takes[step], self.microbatch[step]
                 if amount:
                     room = self._needed_room(missing, rank, microbatch, amount, leaves_room, held_by_rank[rank])
                     if room > self.caps[rank]:
                         continue
-                if best < 0 or (priorities[step_index], step_index) < (priorities[best], best):
-                    best = step_index
+                if best < 0 or (priorities[step], step) < (priorities[best], best):
+                    best = step
             if best >= 0:
                 held_by_rank[rank] += self.takes[best]
                 freed[rank] = self.drops[best]
                 if self.takes[best]:
-                    missing_residuals = (
-                        missing.pop(self.microbatch[best], self.residuals_by_rank[rank]) - self.takes[best]
-                    )
-                    if missing_residuals > 1e-9:
-                        missing[self.microbatch[best]] = missing_residuals
+                    remaining = missing.pop(self.microbatch[best], self.residuals_by_rank[rank]) - self.takes[best]
+                    if remaining > 1e-9:
+                        missing[self.microbatch[best]] = remaining
             return best
 
         return self._rows_of(list_schedule(self.graph, pick, entry_times))
 
     def _needed_room(
-        self,
-        missing: dict[int, float],
-        rank: int,
-        microbatch: int,
-        amount: float,
-        leaves_room: str,
-        held_residuals: float,
+        self, missing: dict[int, float], rank: int, microbatch: int, amount: float, leaves_room: str, residuals: float
     ) -> float:
         """Return the residuals that a rank needs room for if a forward of a microbatch adds this amount now.
 
         `missing` has, for each microbatch that has begun on the rank, what its other forwards there will add.
         """
-        missing = missing if microbatch in missing else {**missing, microbatch: self.residuals_by_rank[rank]}
+        whole_microbatch = self.residuals_by_rank[rank]
+        missing = missing if microbatch in missing else {**missing, microbatch: whole_microbatch}
         if leaves_room == ROOM_FOR_ALL:
-            return held_residuals + sum(missing.values())
+            return residuals + sum(missing.values())
         oldest = min(missing)
         if microbatch == oldest:
-            return held_residuals + amount
+            return residuals + amount
         if leaves_room == ROOM_FOR_OLDEST:
-            return held_residuals + amount + missing[oldest]
+            return residuals + amount + missing[oldest]
         # Microbatches before the oldest incomplete one need no more room, and will free theirs.
-        younger = sum(
-            self.residuals_by_rank[rank] - missing_residuals
-            for index, missing_residuals in missing.items()
-            if index != oldest
-        )
-        return max(held_residuals, younger + self.residuals_by_rank[rank]) + amount
+        younger = sum(whole_microbatch - remaining for index, remaining in missing.items() if index != oldest)
+        return max(residuals, younger + whole_microbatch) + amount
 
     def with_weights_in_gaps(self, rows: Rows) -> Rows | None:
         """Return the order with each W moved to where its rank would wait or needs room; None if that deadlocks.

@@ -129,13 +129,11 @@ class LocalSearch:
 
     def add_named_schedules(self, base: Program, *, improve: bool = True) -> None:
         """Simulate the named schedules, and add them to the pool if `improve`."""
-        problem = self.problem
-        cap = problem.cap
+        problem, cap = self.problem, self.problem.cap
         # Schedules count a cap in microbatches. For a cap in bytes they get the microbatches that it has room for.
         if problem.costs.bytes is not None:
-            cap = max(
-                (microbatches_that_fit(contender.tasks, contender.limits) for contender in self.pool), default=0.0
-            )
+            counts = (microbatches_that_fit(contender.tasks, contender.limits) for contender in self.pool)
+            cap = max(counts, default=0.0)
         microbatches = problem.microbatches or base.microbatches
         starts = named_starts(
             base, problem.ranks, problem.costs, cap, step_microbatches=microbatches, excluded=problem.excluded
@@ -159,10 +157,8 @@ class LocalSearch:
                 if tasks is not None:
                     limits = limits_of(tasks, problem.cap, problem.costs)
                     orders = [tasks.rows]
-                    if has_kind(program, "W") and (
-                        filled_rows := ListOrders(tasks, limits).with_weights_in_gaps(tasks.rows)
-                    ):
-                        orders.append(filled_rows)
+                    if has_kind(program, "W") and (rows := ListOrders(tasks, limits).with_weights_in_gaps(tasks.rows)):
+                        orders.append(rows)
                     self.pool += contenders_of(tasks, limits, orders, problem.objective, self.floor_of(program))
                 # The schedule splits backwards itself: the split variant would give the same program again.
                 if not has_kind(program, "B"):
@@ -199,12 +195,10 @@ class LocalSearch:
         return [split] if self.problem.split_backward else [base, split]
 
     def _is_allowed(self, program: Program, recomputed: int) -> bool:
-        problem = self.problem
+        problem, split = self.problem, self.problem.split_backward
         if program.ranks != problem.ranks or sum(op.kind == "R" for op in program.ops) != recomputed:
             return False
-        if (problem.split_backward and has_kind(program, "B")) or (
-            problem.split_backward is False and has_kind(program, "I")
-        ):
+        if (split and has_kind(program, "B")) or (split is False and has_kind(program, "I")):
             return False
         return problem.any_placement or program.placement in problem.placements
 

@@ -89,13 +89,11 @@ def extend_to_long_step(short_search: LocalSearch, long_search: LocalSearch) -> 
         short_search.pool,
         key=lambda contender: contender.value[0] + extra_microbatches * pace(contender.tasks, contender.rows),
     )[:ORDERS_EXTENDED]
-    long_orders_found = [
-        long_order for contender in promising for long_order in long_orders(contender, problem, extra_microbatches)
-    ]
-    for long_order in sorted(long_orders_found, key=lambda long_order: long_order.value):
-        if long_search.best is not None and long_search.best.value[0] <= long_order.value * (1 + 1e-9):
+    orders = [order for contender in promising for order in long_orders(contender, problem, extra_microbatches)]
+    for order in sorted(orders, key=lambda order: order.value):
+        if long_search.best is not None and long_search.best.value[0] <= order.value * (1 + 1e-9):
             break
-        program = apply_rows(long_search.bases[0], long_order.contender.tasks, long_order.rows(extra_microbatches))
+        program = apply_rows(long_search.bases[0], order.contender.tasks, order.rows(extra_microbatches))
         if program is not None:
             long_search.consider(program, simulate(program, problem.costs))
     extend_named_schedules(short_search, long_search)
@@ -107,17 +105,14 @@ def extend_named_schedules(short_search: LocalSearch, long_search: LocalSearch) 
     In both a schedule is in its steady state, with the same remainder of microbatches as in the long step. A schedule
     that may take another order there is predicted by a lower bound.
     """
-    problem, count = long_search.problem, long_search.bases[0].microbatches
+    problem, base, count = long_search.problem, short_search.bases[0], long_search.bases[0].microbatches
     # 1) A step no longer than the two shorter ones together: build everything.
     if count <= 2 * LONG_STEP * problem.ranks:
         long_search.add_named_schedules(long_search.bases[0], improve=False)
         return
     # 2) Measure every named schedule in the two shorter steps.
     sizes = [count % (2 * problem.ranks) + multiple * problem.ranks for multiple in PROBE_STEPS]
-    probes = [
-        LocalSearch([program_with_microbatches(short_search.bases[0], size)], problem, short_search.report)
-        for size in sizes
-    ]
+    probes = [LocalSearch([program_with_microbatches(base, size)], problem, short_search.report) for size in sizes]
     for probe in probes:
         probe.add_named_schedules(probe.bases[0], improve=False)
     first_rows, second_rows = (probe.named for probe in probes)
@@ -131,21 +126,15 @@ def extend_named_schedules(short_search: LocalSearch, long_search: LocalSearch) 
     in_both = first_rows.keys() & second_rows.keys()
     predicted = {name: predict(name, problem.objective) for name in in_both if not may_reorder(name, problem.ranks)}
     for name in sorted(predicted, key=lambda name: (predicted[name], name)):
-        if (
-            long_search.named
-            and long_search.best is not None
-            and long_search.best.value[0] <= predicted[name] * (1 + 1e-9)
-        ):
+        best = long_search.best
+        if long_search.named and best is not None and best.value[0] <= predicted[name] * (1 + 1e-9):
             break
         if predict(name, "peak") <= problem.cap * (1 + 1e-9) or second_rows[name].fits:
             long_search.add_starts([(name, probes[1].starts[name])], improve=False)
     # 4) Schedules that may take another order: build them by lower bound, until a named schedule is as good.
     fits = {schedule_of(name) for probe in probes for name, row in probe.named.items() if row.fits}
-    lower_bounds = {
-        name: lower_bound_of_named(name, probes, steps)
-        for name in in_both - predicted.keys()
-        if schedule_of(name) in fits
-    }
+    open_names = [name for name in in_both - predicted.keys() if schedule_of(name) in fits]
+    lower_bounds = {name: lower_bound_of_named(name, probes, steps) for name in open_names}
     for name in sorted(lower_bounds, key=lambda name: (lower_bounds[name], name)):
         named_values = [getattr(row, problem.objective) for row in long_search.named.values() if row.fits]
         if min(named_values, default=math.inf) <= lower_bounds[name] * (1 + 1e-9):
@@ -176,10 +165,8 @@ def lower_bound_of_named(name: str, probes: Sequence[LocalSearch], steps: float)
 
 def floor_of_named(name: str, probe: LocalSearch) -> float:
     """Return seconds that no order of a named schedule's ops goes below, without a cap."""
-    base = probe.bases[0]
-    program = apply_if_legal(
-        probe.starts[name], base if probe.problem.split_backward is False else split_backward()(base)
-    )
+    base, problem = probe.bases[0], probe.problem
+    program = apply_if_legal(probe.starts[name], base if problem.split_backward is False else split_backward()(base))
     return 0.0 if program is None else probe.floor_of(program, residuals_stay=False)
 
 
@@ -192,35 +179,25 @@ class LongOrder(NamedTuple):
 
     def rows(self, extra_microbatches: int) -> Rows:
         """Return the order extended by this many microbatches."""
-        return next(
-            islice(longer_orders(self.contender.tasks, self.contender.rows, extra_microbatches), self.number, None)
-        )
+        orders = longer_orders(self.contender.tasks, self.contender.rows, extra_microbatches)
+        return next(islice(orders, self.number, None))
 
 
 def long_orders(contender: Contender, problem: SearchProblem, extra_microbatches: int) -> list[LongOrder]:
     """Return the fastest steady states of an order, with the predicted value of the long step."""
     # Play each at two lengths and extrapolate. Both leave the remainder of the long step.
-    probe_sizes = [
-        min(extra_microbatches, extra_microbatches % problem.ranks + times * problem.ranks)
-        for times in PROBE_EXTENSIONS
-    ]
-    probes = [(lengthen_tasks(contender.tasks, size), size) for size in probe_sizes]
+    ranks = problem.ranks
+    sizes = [min(extra_microbatches, extra_microbatches % ranks + times * ranks) for times in PROBE_EXTENSIONS]
+    probes = [(lengthen_tasks(contender.tasks, size), size) for size in sizes]
     values: list[list[float]] = [[], []]
     for state_values, (tasks, size) in zip(values, probes, strict=True):
         if tasks is None:
             return []
         for rows in islice(longer_orders(contender.tasks, contender.rows, size), STATES_EXTENDED):
             state_values.append(order_value(tasks.play([tasks.ops_of_row(row) for row in rows]), problem.objective)[0])
-    steps = (
-        (extra_microbatches - probe_sizes[1]) / (probe_sizes[1] - probe_sizes[0])
-        if probe_sizes[1] > probe_sizes[0]
-        else 0.0
-    )
+    steps = (extra_microbatches - sizes[1]) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else 0.0
     pairs = enumerate(zip(*values, strict=True))
-    return [
-        LongOrder(extrapolate(first_value, second_value, steps), contender, number)
-        for number, (first_value, second_value) in pairs
-    ]
+    return [LongOrder(extrapolate(near, far, steps), contender, number) for number, (near, far) in pairs]
 
 
 def apply_rows(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
@@ -232,10 +209,8 @@ def apply_rows(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
         return None
     cells: list[list[Key]] = []
     for row in rows:
-        next_microbatch = [count() for _ in last_ops]
-        cells.append(
-            [(last_ops[track].kind, last_ops[track].stage, next(next_microbatch[track]), None) for track in row]
-        )
+        counters = [count() for _ in last_ops]
+        cells.append([(last_ops[track].kind, last_ops[track].stage, next(counters[track]), None) for track in row])
     try:
         return apply_table(base, cells, move=True)
     except ProgramError:
@@ -269,13 +244,9 @@ def lengthen_tasks(tasks: Tasks, extra_microbatches: int) -> Tasks | None:
     if any(op.parts for op in tasks.ops):
         return None
     # 2) Number the ops of each microbatch by `offset`, the same for all, and compare everything about them.
-    tracks = sorted(
-        (op, track, offset) for track, steps in enumerate(tasks.tracks) for offset, op in enumerate(steps[0])
-    )
-    ops_by_microbatch = [
-        [tasks.tracks[track][microbatch][offset] for _, track, offset in tracks] for microbatch in range(count)
-    ]
-    first_ops, op_count, microbatches = ops_by_microbatch[0], len(tracks), count + extra_microbatches
+    ops = sorted((op, track, offset) for track, steps in enumerate(tasks.tracks) for offset, op in enumerate(steps[0]))
+    ops_by_microbatch = [[tasks.tracks[track][m][offset] for _, track, offset in ops] for m in range(count)]
+    first_ops, op_count, microbatches = ops_by_microbatch[0], len(ops), count + extra_microbatches
     index_in_microbatch = {op: offset for row in ops_by_microbatch for offset, op in enumerate(row)} | {-1: -1}
 
     def facts(index: int) -> tuple[object, ...]:

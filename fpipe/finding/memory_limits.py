@@ -24,9 +24,8 @@ def limits_of(tasks: Tasks, cap: float, costs: Costs) -> list[float]:
         return [math.floor(cap * share + 1e-9) for share in tasks.residuals_per_microbatch]
     # Frugal: the program's own order. Greedy: every forward before any backward, and W last.
     frugal_rows = tasks.rows
-    greedy_rows = (
-        ListOrders(tasks, [math.inf for _ in frugal_rows]).order(Rule((0, 1000, 2000), 0, 0.01)) or frugal_rows
-    )
+    unlimited = ListOrders(tasks, [math.inf for _ in frugal_rows])
+    greedy_rows = unlimited.order(Rule((0, 1000, 2000), 0, 0.01)) or frugal_rows
     extra_by_rank = [0.0 for _ in frugal_rows]
     for rows in (frugal_rows, greedy_rows):
         for rank, amount in enumerate(simulate(tasks.apply(rows), costs).peak):
@@ -48,11 +47,5 @@ def microbatches_that_fit(tasks: Tasks, limits: Sequence[float]) -> float:
     residuals_by_rank, count = [0.0] * tasks.ranks, tasks.program.microbatches
     for op, takes in zip(tasks.ops, tasks.takes, strict=True):
         residuals_by_rank[op.rank] += takes
-    return min(
-        (
-            limit * count / rank_residuals
-            for limit, rank_residuals in zip(limits, residuals_by_rank, strict=True)
-            if rank_residuals
-        ),
-        default=math.inf,
-    )
+    pairs = zip(limits, residuals_by_rank, strict=True)
+    return min((limit * count / residuals for limit, residuals in pairs if residuals), default=math.inf)

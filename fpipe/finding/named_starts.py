@@ -33,9 +33,8 @@ def named_starts(
         # By costs it takes the shortest of its orders, which may exceed the cap; without costs it may hold less.
         if picks_order_by_costs(name):
             costs_by_suffix = {"": {"costs": costs}, WITHOUT_COSTS: {}}
-        for options in option_choices(
-            factory_parameters(name), ranks, program.stages, cap if cap < step_microbatches else None
-        ):
+        binding_cap = cap if cap < step_microbatches else None
+        for options in option_choices(factory_parameters(name), ranks, program.stages, binding_cap):
             option_text = ",".join(f"{suffix}={value:g}" for suffix, value in options.items())
             for suffix, cost_options in costs_by_suffix.items():
                 try:

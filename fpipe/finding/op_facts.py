@@ -31,9 +31,7 @@ def recompute_cells(cells: Collection[tuple[int | None, int | None]]) -> Transfo
 
 def placed_ops(program: Program) -> Hashable:
     """Return a key that programs share if the same ops are on the same ranks, in any order."""
-    return frozenset(
-        (op[0], *((part[0:5]) for part in op.parts or (op,))) for op in program.ops if kind_of(op.kind).time
-    )
+    return frozenset((op[0], *(part[0:5] for part in op.parts or (op,))) for op in program.ops if kind_of(op.kind).time)
 
 
 def has_kind(program: Program, kind: str) -> bool:

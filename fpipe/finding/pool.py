@@ -53,11 +53,7 @@ OVERHEAD_OF_A_CHANGE = 80
 
 
 def improve_pool(
-    pool: Sequence[Contender],
-    objective: str,
-    effort: float,
-    seed: int,
-    report: Callable[[float, float], None],
+    pool: Sequence[Contender], objective: str, effort: float, seed: int, report: Callable[[float, float], None]
 ) -> tuple[list[Contender], bool]:
     """Improve the best orders of a pool until `effort` ops are played; the field narrows to two.
 
@@ -68,8 +64,8 @@ def improve_pool(
     # round. The effort is counted in played ops, not seconds, so that the result depends on the seed alone.
     starts = diverse_starts(pool)
     climbers = [
-        (contender, Climber(contender.tasks, contender.rows, contender.limits, objective, seed + index))
-        for index, contender in enumerate(starts[:IMPROVED_AT_ONCE])
+        (start, Climber(start.tasks, start.rows, start.limits, objective, seed + index))
+        for index, start in enumerate(starts[:IMPROVED_AT_ONCE])
     ]
     retired: list[tuple[Contender, Climber]] = []
     stopped = False
@@ -81,14 +77,10 @@ def improve_pool(
             # 1) One turn of each order.
             for contender, climber in climbers:
                 steps_before = climber.climb.steps
-                change_cost = cost_of_change(contender)
-                steps = min(
-                    CHANGES_A_TURN,
-                    1 + int(effort / (MIN_ROUNDS * change_cost)),
-                    1 + int(remaining_effort / change_cost),
-                )
+                cost = cost_of_change(contender)
+                steps = min(CHANGES_A_TURN, 1 + int(effort / (MIN_ROUNDS * cost)), 1 + int(remaining_effort / cost))
                 climber.run(steps, contender.floor * (1 + 1e-9))
-                remaining_effort -= max(1, climber.climb.steps - steps_before) * change_cost
+                remaining_effort -= max(1, climber.climb.steps - steps_before) * cost
                 if remaining_effort <= 0:
                     break
 
@@ -115,10 +107,8 @@ def improve_pool(
 
             # 4) A new start takes the place of each stuck order; the seed differs, so a start may come again.
             for _ in stuck or ([] if climbers else finished[:1]):
-                contender = starts[number % len(starts)]
-                climbers.append(
-                    (contender, Climber(contender.tasks, contender.rows, contender.limits, objective, seed + number))
-                )
+                start = starts[number % len(starts)]
+                climbers.append((start, Climber(start.tasks, start.rows, start.limits, objective, seed + number)))
                 number += 1
     except KeyboardInterrupt:
         stopped = True
@@ -136,9 +126,9 @@ def diverse_starts(pool: Sequence[Contender]) -> list[Contender]:
     """
     groups: dict[tuple[object, ...], dict[OrderValue, Contender]] = {}
     for contender in sorted(pool, key=lambda contender: contender.value):
-        groups.setdefault(
-            (contender.tasks.program.placement, recomputed_cells(contender.tasks.program)), {}
-        ).setdefault(contender.value, contender)
+        program = contender.tasks.program
+        group = groups.setdefault((program.placement, recomputed_cells(program)), {})
+        group.setdefault(contender.value, contender)
     placements = zip_longest(*(group.values() for group in groups.values()))
     return [contender for equally_placed in placements for contender in equally_placed if contender is not None]
 

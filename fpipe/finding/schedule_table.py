@@ -48,12 +48,8 @@ class ScheduleTable:
             parse_cell(cell)[0][1:3] for row in self.rows for cell in row if "R" in cell and not names_value(cell)
         }
         cells = [[cell for cell in row if names_value(cell) or "R" not in cell] for row in self.rows]
-        memory_by_cell = {
-            (int(match[1]), int(match[2])): match[3]
-            for row in cells
-            for match in map(OFFLOAD_CELL.fullmatch, row)
-            if match
-        }
+        matches = (OFFLOAD_CELL.fullmatch(cell) for row in cells for cell in row)
+        memory_by_cell = {(int(match[1]), int(match[2])): match[3] for match in matches if match}
         if recomputed:
             program = checkpoint(lambda stage, microbatch: (stage, microbatch) in recomputed)(program)
         table_cells = [[cell for cell in row if not names_value(cell)] for row in cells]
@@ -61,9 +57,7 @@ class ScheduleTable:
         if not memory_by_cell:
             return program
         rank_by_cell = {cell: rank for rank, row in enumerate(cells) for cell in row}
-        memory_by_rank = {
-            rank_by_cell[f"{stage}F{microbatch}"]: memory for (stage, microbatch), memory in memory_by_cell.items()
-        }
+        memory_by_rank = {rank_by_cell[f"{stage}F{m}"]: memory for (stage, m), memory in memory_by_cell.items()}
         is_host = set(memory_by_rank.values()) == {"host"}
         offloaded = offload(
             lambda stage, microbatch: (stage, microbatch) in memory_by_cell,
@@ -88,12 +82,8 @@ class ScheduleTable:
 
     def to_json(self) -> str:
         """Return the schedule as JSON, which `from_json` reads."""
-        document = {
-            "format": _FORMAT,
-            "version": 1,
-            "replicated": self.replicated,
-            "rows": [" ".join(row) for row in self.rows],
-        }
+        rows = [" ".join(row) for row in self.rows]
+        document = {"format": _FORMAT, "version": 1, "replicated": self.replicated, "rows": rows}
         return f"{json.dumps(document, indent=1)}\n"
 
     @staticmethod

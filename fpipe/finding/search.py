@@ -217,11 +217,8 @@ def _recomputing(base: Program, policy: Any) -> list[Program]:
         return [base]
     if policy != "auto":
         return [recompute(policy)(base)]
-    first_stages = [
-        recompute(lambda stage, microbatch, stage_count=stage_count: stage < stage_count)(base)
-        for stage_count in range(1, base.stages + 1)
-    ]
-    return [base, *first_stages]
+    counts = range(1, base.stages + 1)
+    return [base, *(recompute(lambda stage, microbatch, count=count: stage < count)(base) for count in counts)]
 
 
 class _Search:
@@ -271,15 +268,8 @@ class _Search:
         if has_kind(program, "OFFLOAD"):
             program = schedule(self.base)
             timeline = timeline if program == best.program else simulate(program, self.problem.costs)
-        return SearchResult(
-            schedule,
-            program,
-            timeline,
-            self.problem.objective,
-            self.bound,
-            tuple(last_search.named_rows()),
-            self.complete,
-        )
+        objective, named_rows = self.problem.objective, tuple(last_search.named_rows())
+        return SearchResult(schedule, program, timeline, objective, self.bound, named_rows, self.complete)
 
     def _report_local(self, played: float, best: float, bound: float) -> None:
         time_share = self.seconds / self.local_seconds if self.by_solver else 1.0
@@ -301,29 +291,21 @@ class _Search:
             search = self.long_search
         if search.best is None:
             in_bytes = self.problem.costs.bytes is not None
-            cap, smallest_peak = (
-                format_exact_amount(amount, in_bytes) for amount in (self.problem.cap, search.smallest_peak)
-            )
-            raise ProgramError(f"nothing fits memory_cap={cap}: the smallest cap that does is {smallest_peak}.")
+            cap, peak = (format_exact_amount(amount, in_bytes) for amount in (self.problem.cap, search.smallest_peak))
+            raise ProgramError(f"nothing fits memory_cap={cap}: the smallest cap that does is {peak}.")
         program = search.best.program
         self.bound = search.floor_of(program)
         ops_solved = placed_ops(search.with_split_backward(program))
         # The solver proved its bound for these ops with the true costs, for one step length, and with residuals that
         # stay on their rank. Only where all of that holds for the best program is the proof about it.
-        stays = not has_kind(program, "OFFLOAD")
-        if (
-            self.long_search is None
-            and stays
-            and ops_solved in self.proven_floors
-            and search.relaxed_costs is self.problem.costs
-        ):
+        is_as_proven = search.relaxed_costs is self.problem.costs and not has_kind(program, "OFFLOAD")
+        if self.long_search is None and is_as_proven and ops_solved in self.proven_floors:
             self.bound = max(self.bound, self.proven_floors[ops_solved])
         # Bound and makespan may differ in the last bit of a sum: an optimal schedule must not be below its bound.
         self.bound = min(self.bound, search.best.value[0])
         return search.best
 
     def _with_full_backwards(self, best: Candidate) -> Candidate:
-        """Return the best candidate with a full backward wherever splitting it gains nothing."""
         problem = self.problem
         if problem.split_backward is not None or has_kind(best.program, "OFFLOAD"):
             return best
@@ -332,9 +314,7 @@ class _Search:
             timeline = simulate(program, problem.costs)
             value = problem.value(timeline)
             fits = max(timeline.peak) <= problem.cap * (1 + 1e-9)
-            is_as_good = fits and all(
-                part <= best_part * (1 + 1e-12) for part, best_part in zip(value, best.value, strict=True)
-            )
+            is_as_good = fits and all(new <= old * (1 + 1e-12) for new, old in zip(value, best.value, strict=True))
             return Candidate(program, timeline, value) if is_as_good else None
 
         recomputed = recomputed_cells(best.program) - recomputed_cells(self.base)

@@ -93,6 +93,5 @@ class SearchResult(HtmlRepr):
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return (
-            f"<SearchResult: {self.objective} {self.value:g}, gap {self.gap:.1%}{'' if self.complete else ', stopped'}>"
-        )
+        stopped = "" if self.complete else ", stopped"
+        return f"<SearchResult: {self.objective} {self.value:g}, gap {self.gap:.1%}{stopped}>"

@@ -199,21 +199,15 @@ def solve_pool(
         def report_solution(value: float, bound: float, best: float = best, floor: float = contender.floor) -> None:
             report(min(1.0, (time.monotonic() - start_time) / seconds), min(best, value), max(floor, bound))
 
-        answer = solve(
-            contender,
-            problem,
-            remaining_seconds if number == len(best_by_ops) else remaining_seconds * 0.7,
-            report_solution,
-        )
+        solver_seconds = remaining_seconds if number == len(best_by_ops) else remaining_seconds * 0.7
+        answer = solve(contender, problem, solver_seconds, report_solution)
         # The limits of residuals under a cap in bytes are measured on two orders: a bound under them proves nothing.
         if problem.costs.bytes is None or problem.cap == math.inf:
             proven[kinds] = max(contender.floor, answer.bound)
         if answer.rows is not None:
             floor = proven.get(kinds, contender.floor)
-            improved_contenders = contenders_of(
-                contender.tasks, contender.limits, [answer.rows], problem.objective, floor
-            )
-            search.pool += improved_contenders
-            for improved in improved_contenders:
+            contenders = contenders_of(contender.tasks, contender.limits, [answer.rows], problem.objective, floor)
+            search.pool += contenders
+            for improved in contenders:
                 search.judge_contender(improved)
     return proven

@@ -59,9 +59,7 @@ def steady_states(rows: Rows, starts: Sequence[Sequence[float]]) -> list[SteadyS
     SteadyState(pace=2.0, microbatches=1, begins=[1], ends=[3])
     """
     pairs = enumerate(zip(rows, starts, strict=True))
-    ops = sorted(
-        (start, rank, slot, row[slot]) for rank, (row, rank_starts) in pairs for slot, start in enumerate(rank_starts)
-    )
+    ops = sorted((start, rank, slot, row[slot]) for rank, (row, times) in pairs for slot, start in enumerate(times))
     # Walk over all ops by their start. `leads` says how far each track is ahead of the first one; two moments with the
     # same leads enclose a steady state. Only the last eight such moments are paired: all pairs would be quadratic.
     counts = dict.fromkeys((track for row in rows for track in row), 0)
@@ -74,14 +72,8 @@ def steady_states(rows: Rows, starts: Sequence[Sequence[float]]) -> list[SteadyS
             reached_microbatch, moment = counts[lead_track], start
             leads = tuple([count - reached_microbatch for count in counts.values()])
             for begin_time, count, begins_at in moments_by_lead[leads][-8:]:
-                states.append(
-                    SteadyState(
-                        (start - begin_time) / (reached_microbatch - count),
-                        reached_microbatch - count,
-                        begins_at,
-                        slots_reached[:],
-                    )
-                )
+                advance = reached_microbatch - count
+                states.append(SteadyState((start - begin_time) / advance, advance, begins_at, slots_reached[:]))
             moments_by_lead[leads].append((start, reached_microbatch, slots_reached[:]))
         counts[track] += 1
         slots_reached[rank] += 1
@@ -95,10 +87,8 @@ def stretch(rows: Rows, steady: SteadyState, extra_microbatches: int) -> Rows:
     [[0, 0, 1, 0, 1, 0, 1, 0, 1, 1]]
     """
     repeats = -(-extra_microbatches // steady.microbatches)
-    repeated = (
-        [*row[:end], *(row[begin:end] * repeats), *row[end:]]
-        for row, begin, end in zip(rows, steady.begins, steady.ends, strict=True)
-    )
+    parts = zip(rows, steady.begins, steady.ends, strict=True)
+    repeated = ([*row[:end], *(row[begin:end] * repeats), *row[end:]] for row, begin, end in parts)
     return [without_last_microbatches(row, repeats * steady.microbatches - extra_microbatches) for row in repeated]
 
 
@@ -178,11 +168,8 @@ class Tasks:
                     reader_ranks[source].add(op.rank)
         on_main_lane = [not on_exchange_lane for on_exchange_lane in self.on_exchange_lane] or [True for _ in self.ops]
         tails = shortest_tails(self.needs, self.seconds, on_main_lane)
-        exchange_needs = {
-            index: needs
-            for index, needs in enumerate(self.needs)
-            if self.on_exchange_lane and self.on_exchange_lane[index]
-        }
+        exchanges = (index for index, is_exchange in enumerate(self.on_exchange_lane) if is_exchange)
+        exchange_needs = {index: self.needs[index] for index in exchanges}
         # `play` recognizes an exchange by its need of itself.
         needs = [((index, 0.0),) if index in exchange_needs else needs for index, needs in enumerate(self.needs)]
         return NumberedOps(self.seconds, needs, [tuple(sorted(ranks)) for ranks in reader_ranks], tails, exchange_needs)
@@ -297,11 +284,8 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
     for index, op in enumerate(ops):
         unclaimed_by_rank[op.rank].append(index)
         if op.kind != "R":
-            key = (
-                op.rank,
-                *((part.kind, part.stage, part.slice) for part in op.parts or (op,)),
-                len(unclaimed_by_rank[op.rank]),
-            )
+            parts = [(part.kind, part.stage, part.slice) for part in op.parts or (op,)]
+            key = (op.rank, *parts, len(unclaimed_by_rank[op.rank]))
             track = tracks.setdefault(key, len(tracks))
             if track == len(steps):
                 steps.append([])
@@ -309,14 +293,9 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
             rows[op.rank].append(track)
             unclaimed_by_rank[op.rank] = []
     # 2) Refuse what rows of tracks cannot describe.
-    exchange_in_step = any(
-        is_exchange(ops[index]) for track_steps in steps for step in track_steps if len(step) > 1 for index in step
-    )
-    if (
-        any(unclaimed_by_rank)
-        or exchange_in_step
-        or {op.rank for op in ops if not is_exchange(op)} != {*range(program.ranks)}
-    ):
+    exchange_in_step = any(is_exchange(ops[op]) for track in steps for step in track if len(step) > 1 for op in step)
+    working_ranks = {op.rank for op in ops if not is_exchange(op)}
+    if any(unclaimed_by_rank) or exchange_in_step or working_ranks != {*range(program.ranks)}:
         return None
     # 3) Durations, needs and residuals.
     weight = count_residual if costs.bytes is None else partial(_bytes_of, costs)

@@ -119,13 +119,11 @@ def draw_legend(drawing: Drawing, panels: Sequence[Panel], style: Style, has_arr
         for kind in sorted(kinds - KIND_NAMES.keys()):
             kinds_by_colour[style.colour_of_kind(kind)].append(kind)
         rows += [([paint], " ".join(names)) for paint, names in kinds_by_colour.items()]
-        sample_kind = "F" if "F" in kinds else min(kinds, default="")
+        sample = "F" if "F" in kinds else min(kinds, default="")
         shadings = sorted((panel.shading[0], [*panel.shading[1].values()]) for panel in panels)
         for shading, shades in dict(shadings).items():  # of each word the last, which is the longest
-            if sample_kind and len(shades) > 1:
-                rows.append(
-                    ([style.colour_of_kind(sample_kind, shade) for shade in shades], _LEGEND_BY_SHADING[shading])
-                )
+            if sample and len(shades) > 1:
+                rows.append(([style.colour_of_kind(sample, shade) for shade in shades], _LEGEND_BY_SHADING[shading]))
     if style.waits and any(panel.waits for panel in panels):
         rows.append((["hatched"], "waits, and for whom" if style.labels == "all" else "waits"))
     if has_arrows and any(panel.transfers for panel in panels):

@@ -73,13 +73,8 @@ def arrow_head(line: Line) -> list[tuple[tuple[float, float], ...]]:
     # From the end go back 4 pixels along the line, and 2.4 to either side of it.
     (x0, y0), (x1, y1) = line.points[-2:]
     length = max(1e-9, ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5)
-    backwards, sideways = (
-        ((x0 - x1) / length * 4, (y0 - y1) / length * 4),
-        ((y0 - y1) / length * 2.4, (x1 - x0) / length * 2.4),
-    )
-    return [
-        ((x1 + backwards[0] + sign * sideways[0], y1 + backwards[1] + sign * sideways[1]), (x1, y1)) for sign in (-1, 1)
-    ]
+    dx, dy = (x0 - x1) / length, (y0 - y1) / length
+    return [((x1 + dx * 4 + sign * dy * 2.4, y1 + dy * 4 - sign * dx * 2.4), (x1, y1)) for sign in (-1, 1)]
 
 
 class Clock(NamedTuple):

@@ -252,7 +252,7 @@ class _Painter:
         overlap = 0.0 if edge else SEAM
         self.drawing.timed.append(Rect(x, top, width + overlap, depth, paint, title, edge))
         if self.keep_all:
-            self.draw_page_label(x, width, top, depth, label_candidates(bar.op, lane[1], self.style), ink_on(paint))
+            self.draw_page_text(x, width, top, depth, label_candidates(bar.op, lane[1], self.style), ink_on(paint))
         elif label:
             self.draw_text(x, width, top, depth, *label, ink_on(paint))
 
@@ -283,9 +283,7 @@ class _Painter:
         position = x + width / 2, y + height / 2 + size * 0.36
         self.drawing.timed.append(Text(*position, name, paint, size, "middle", **options))
 
-    def draw_page_label(
-        self, x: float, width: float, y: float, height: float, names: Sequence[str], paint: str
-    ) -> None:
+    def draw_page_text(self, x: float, width: float, y: float, height: float, names: Sequence[str], paint: str) -> None:
         if names:
             self.draw_text(x, width, y, height, names[0], text_size(height), paint, room=width, short=names[-1])
 
@@ -300,7 +298,7 @@ class _Painter:
             return
         names = (f"waits for {wait.writer.cell}", wait.writer.cell)
         if self.keep_all:
-            self.draw_page_label(x, width, y, height, names, "faint")
+            self.draw_page_text(x, width, y, height, names, "faint")
         elif label := fitting_label(names, text_size(height), width, SIZES[:1]):
             half = width_needed(*label) / 2  # no hatching through words
             self.drawing.timed.append(Rect(x + width / 2 - half, y + 2, 2 * half, height - 4, "wait", title))
@@ -314,9 +312,8 @@ class _Painter:
                 rank, lane = step.activity.rank, lane_of(step.activity)
                 y, height = self.top_and_height[rank, lane if (rank, lane) in self.top_and_height else "main"]
                 x, width = self.x_and_width(step.start, step.end)
-                self.drawing.timed.append(
-                    path_frame(x, y, width, height, f"{step.activity.cell} is on the critical path")
-                )
+                title = f"{step.activity.cell} is on the critical path"
+                self.drawing.timed.append(path_frame(x, y, width, height, title))
             else:
                 self.draw_transfer(step.activity, "ink", 2.0)
 

@@ -189,9 +189,8 @@ class Panel:
         """Ops and transfers of the critical path in the window that take time, each to its own end."""
         # In a measured step an op may end before the next one starts; the path lets each last until then.
         ends: dict[tuple[object, float], float] = {event[:2]: event.end for event in self.timeline.events}
-        path = [
-            step._replace(end=ends.get((step.activity, step.start), step.end)) for step in self.timeline.critical_path
-        ]
+        steps = self.timeline.critical_path
+        path = (step._replace(end=ends.get((step.activity, step.start), step.end)) for step in steps)
         return [step for step in path if step.end > step.start and self.is_shown(step.start, step.end)]
 
     def memory_curve(self, rank: int) -> list[tuple[float, float]]:

@@ -102,12 +102,9 @@ class _Pen(NamedTuple):
 
         options: dict[str, Any] = {"zorder": order, "transform": self.transform}
         if isinstance(sample, Line):
-            strokes = [
-                stroke for shape in shapes for stroke in (shape.points, *(arrow_head(shape) if shape.arrow else ()))
-            ]
-            lines = LineCollection(
-                strokes, colors=_light_colour(sample.paint), linewidths=sample.width * self.points, **options
-            )
+            strokes = [stroke for line in shapes for stroke in (line.points, *(arrow_head(line) if line.arrow else ()))]
+            options |= {"colors": _light_colour(sample.paint), "linewidths": sample.width * self.points}
+            lines = LineCollection(strokes, **options)
             self.axes.add_collection(lines, autolim=False)
             return
         outlines = [shape.points if isinstance(shape, Area) else _corners(shape) for shape in shapes]

@@ -145,10 +145,9 @@ class Style:
                 _checked_colour(colour, kind)
         elif not callable(self.colours):
             raise ValueError(f"colours= is {{kind: colour}} or a function of an Op; found {self.colours!r}.")
-        if self.ranks is not None and (
-            isinstance(self.ranks, str) or not all(isinstance(name, str) for name in self.ranks)
-        ):
-            raise ValueError(f"ranks= lists a name for each rank; found {self.ranks!r}.")
+        names = self.ranks
+        if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
+            raise ValueError(f"ranks= lists a name for each rank; found {names!r}.")
 
     @property
     def unit(self) -> float:
@@ -183,12 +182,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_window(value: Any) -> bool:
-    return (
-        isinstance(value, Sequence)
-        and len(value) == 2
-        and all(map(_is_number, value))
-        and 0 <= value[0] < value[1] < inf
-    )
+    is_pair = isinstance(value, Sequence) and len(value) == 2 and all(map(_is_number, value))
+    return is_pair and 0 <= value[0] < value[1] < inf
 
 
 def _checked_colour(colour: Any, subject: str) -> str:

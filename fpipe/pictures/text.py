@@ -41,11 +41,9 @@ class Picture(str, HtmlRepr):
         panels: Sequence[Panel], lines: Iterable[tuple[Panel, list[Piece]]], colour: bool | None, style: Style
     ) -> Picture:
         """Make a picture from lines of panels, plain and in colour."""
-        lines_without_tail = [(panel, _strip_right(pieces)) for panel, pieces in lines]
-        picture = Picture("\n".join("".join(text for text, _ in pieces) for _, pieces in lines_without_tail))
-        picture.coloured = "\n".join(
-            "".join(_coloured(panel, *piece) for piece in pieces) for panel, pieces in lines_without_tail
-        )
+        rows = [(panel, _strip_right(pieces)) for panel, pieces in lines]
+        picture = Picture("\n".join("".join(text for text, _ in pieces) for _, pieces in rows))
+        picture.coloured = "\n".join("".join(_coloured(panel, *piece) for piece in pieces) for panel, pieces in rows)
         picture.panels, picture.colour, picture.style = tuple(panels), colour, style
         return picture
 

@@ -105,9 +105,8 @@ class Candidates:
         if self.schedules is not None:
             checked_list("schedules", self.schedules, "names, such as ['zbv']")
         if self.shard is not None:
-            checked_policies(
-                checked_list("shard", self.shard, f"some of {', '.join((*GATHERS, NEVER))}"), (*GATHERS, NEVER)
-            )
+            policies = (*GATHERS, NEVER)
+            checked_policies(checked_list("shard", self.shard, f"some of {', '.join(policies)}"), policies)
         if self.search != 0:
             _check_amount("search", self.search, "seconds, from 0")
         _ = self.named  # names are parsed here, so that a wrong one is refused where it enters

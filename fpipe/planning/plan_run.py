@@ -188,23 +188,11 @@ class _Planner:
         else:
             memory = [timeline.peak[rank] * rows for rank in ranks]
         limits = [self._limit(rank) for rank in ranks]
-        self.rows.append(
-            PlanRow(
-                name,
-                program.microbatches,
-                rows,
-                policy,
-                source,
-                seconds,
-                rows * program.microbatches / seconds if seconds else math.inf,
-                timeline.bubble,
-                tuple(memory),
-                all(peak <= limit * (1 + 1e-9) for peak, limit in zip(memory, limits, strict=True)),
-                gather=gather,
-                program=program,
-                timeline=timeline,
-            )
-        )
+        throughput = rows * program.microbatches / seconds if seconds else math.inf
+        fits = all(peak <= limit * (1 + 1e-9) for peak, limit in zip(memory, limits, strict=True))
+        choices = name, program.microbatches, rows, policy, source
+        figures = seconds, throughput, timeline.bubble, tuple(memory), fits
+        self.rows.append(PlanRow(*choices, *figures, gather=gather, program=program, timeline=timeline))
 
     def _search(self, count: int) -> None:
         """Search a schedule for a number of microbatches, and add it as a row.

@@ -141,9 +141,7 @@ class RunPlan(HtmlRepr):
 
     def __str__(self) -> str:
         cells = self.cells(self.rows_to_show())
-        lines = align_columns(
-            cells, [column in ("schedule", "recompute", "gather", "costs", "") for column in cells[0]]
-        )
+        lines = align_columns(cells, [title in ("schedule", "recompute", "gather", "costs", "") for title in cells[0]])
         return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in self.refused)])
 
     def __repr__(self) -> str:

@@ -191,11 +191,8 @@ def home_bytes(program: Program, costs: Costs, rank: int) -> float:
     # Port 0 is all parameters of a stage, other ports are single leaves of it: with both, the leaf counts once.
     counted_names = costs.bytes if isinstance(costs.bytes, Mapping) else PARAMETERS
     local = {end.value for end in program.inputs if end.value.name in PARAMETERS and rank in end.homes}
-    return sum(
-        costs.size(value)
-        for value in local
-        if value.name in counted_names and (not value.port or value._replace(port=0) not in local)
-    )
+    counted = (value for value in local if value.name in counted_names)
+    return sum(costs.size(value) for value in counted if not value.port or value._replace(port=0) not in local)
 
 
 def work_of_costs(
@@ -242,7 +239,6 @@ def work_of_costs(
 
 
 def _sharding_replicas(machine: Machine, candidates: Candidates) -> int:
-    """Return how many replicas shard the parameters; 1 without a policy of sharding."""
     return 1 if candidates.shard is None else machine.replica_count
 
 
