@@ -112,46 +112,75 @@ def _residences_by_rank(
     program: Program, names: frozenset[str], lead: int, policy: Policy
 ) -> dict[int, list[_Residence]]:
     """Return, for each rank, the residences of values of these names that wait for a backward or a recompute."""
-    timed_positions: defaultdict[int, list[int]] = defaultdict(list)  # the positions of a rank's timed ops
-    step_by_position: list[int] = []
-    step_of_w: dict[tuple[int | None, ...], int] = {}
-    readers_by_value: defaultdict[Value, list[tuple[int, Op]]] = defaultdict(list)
-    # 1) Number the steps of each rank: an instant op has the number of the timed op that follows it.
+    main_lanes = _number_steps(program, names)
+    residences_by_rank: defaultdict[int, list[_Residence]] = defaultdict(list)
+    for op, step in zip(program.ops, main_lanes.step_by_position, strict=True):
+        for value in op.writes if op.kind not in ("OFFLOAD", "LOAD") else ():
+            residence = _residence_of(value, op, step, main_lanes, lead, policy)
+            if residence:
+                residences_by_rank[op.rank].append(residence)
+    return residences_by_rank
+
+
+class _Reader(NamedTuple):
+    """An op or a part of a PAIR that reads a value, and its step."""
+
+    step: int
+    op: Op
+
+
+class _MainLanes(NamedTuple):
+    """Where ops stand in the main lane of their rank.
+
+    The steps of a rank are its timed ops, numbered from 0. An instant op has the number of the step that follows it.
+    """
+
+    step_by_position: list[int]
+    positions_by_rank: defaultdict[int, list[int]]  # of each step
+    readers_by_value: defaultdict[Value, list[_Reader]]
+    weight_step_by_index: dict[tuple[int | None, ...], int]  # of each W, by its stage, microbatch and slice
+
+
+def _number_steps(program: Program, names: frozenset[str]) -> _MainLanes:
+    """Number the steps of each rank, and find the readers of values of these names."""
+    main_lanes = _MainLanes([], defaultdict(list), defaultdict(list), {})
     for position, op in enumerate(program.ops):
-        step_by_position.append(len(timed_positions[op.rank]))
+        step = len(main_lanes.positions_by_rank[op.rank])
+        main_lanes.step_by_position.append(step)
         if kind_of(op.kind).time:
-            timed_positions[op.rank].append(position)
+            main_lanes.positions_by_rank[op.rank].append(position)
         for part in op.parts or (op,):
             if part.kind == "W":
-                step_of_w[part[1:4]] = step_by_position[-1]
+                main_lanes.weight_step_by_index[part[1:4]] = step
             for value in part.reads:
                 if value.name in names:
-                    readers_by_value[value].append((position, part))
-    # 2) Make a residence of each value that a backward or a recompute of the same rank reads.
-    residences_by_rank: defaultdict[int, list[_Residence]] = defaultdict(list)
-    for position, op in enumerate(program.ops):
-        for value in op.writes if op.kind not in ("OFFLOAD", "LOAD") else ():
-            readers = readers_by_value.get(value, ())
-            late_readers = [(p, reader) for p, reader in readers if reader.kind in _LATE_KINDS]
-            early_readers = [(p, reader) for p, reader in readers if reader.kind not in _LATE_KINDS]
-            # A reader on another rank has its copy from a SEND, which an offloaded value could not serve.
-            if not late_readers or any(reader.rank != op.rank for _, reader in late_readers):
-                continue
-            reader_position, reader = late_readers[0]
-            local_uses = [p for p, reader in early_readers if reader.rank == op.rank]
-            last_use = max(step_by_position[p] for p in (position, *local_uses))
-            load_step = max(last_use + 1, step_by_position[reader_position] - lead)
-            back = max(last_use, load_step - 1)
-            # What I reads counts until its W has run, as `Timeline.peak` counts it: I keeps it, in parts, as wres.
-            release = step_by_position[late_readers[-1][0]]
-            if reader.kind == "I":
-                release = step_of_w.get(reader[1:4], step_by_position[reader_position])
-            # A recomputed value is written just before its reader, and an offloaded one leaves already.
-            is_fixed = op.kind == "R" or any(reader.kind == "OFFLOAD" for _, reader in early_readers)
-            may_leave = not is_fixed and _is_chosen(value, back - last_use - 1, policy)
-            load_position = timed_positions[op.rank][load_step]
-            residences_by_rank[op.rank].append(_Residence(value, last_use, back, release, load_position, may_leave))
-    return residences_by_rank
+                    main_lanes.readers_by_value[value].append(_Reader(step, part))
+    return main_lanes
+
+
+def _residence_of(
+    value: Value, writer: Op, writer_step: int, main_lanes: _MainLanes, lead: int, policy: Policy
+) -> _Residence | None:
+    """Return the residence of a value; None if no backward or recompute waits for it, or one on another rank does."""
+    readers = main_lanes.readers_by_value.get(value, ())
+    late_readers = [reader for reader in readers if reader.op.kind in _LATE_KINDS]
+    early_readers = [reader for reader in readers if reader.op.kind not in _LATE_KINDS]
+    # A reader on another rank has its copy from a SEND, which an offloaded value could not serve.
+    if not late_readers or any(reader.op.rank != writer.rank for reader in late_readers):
+        return None
+    first_reader, last_reader = late_readers[0], late_readers[-1]
+    last_use = max([writer_step, *(reader.step for reader in early_readers if reader.op.rank == writer.rank)])
+    load_step = max(last_use + 1, first_reader.step - lead)
+    back = max(last_use, load_step - 1)
+    # What I reads counts until its W has run, as `Timeline.peak` counts it: I keeps it, in parts, as wres.
+    release = last_reader.step
+    if first_reader.op.kind == "I":
+        release = main_lanes.weight_step_by_index.get(first_reader.op[1:4], first_reader.step)
+    # A recomputed value is written just before its reader, and an offloaded one leaves already.
+    is_fixed = writer.kind == "R" or any(reader.op.kind == "OFFLOAD" for reader in early_readers)
+    may_leave = not is_fixed and _is_chosen(value, back - last_use - 1, policy)
+    load_position = main_lanes.positions_by_rank[writer.rank][load_step]
+    return _Residence(value, last_use, back, release, load_position, may_leave)
 
 
 def _is_chosen(value: Value, steps_away: int, policy: Policy) -> bool:
@@ -236,14 +265,12 @@ def _add_moves(program: Program, leaving: list[_Residence], destination: Destina
     offload_by_value: dict[Value, Op] = {}
     for value, residence in {residence.value: residence for residence in leaving}.items():
         rank = program.ops[program.writer[value]].rank
-        moved_value = value._replace(
-            at=f"{value.at}@{'host' if destination == 'host' else _destination_rank(destination, rank, program.ranks)}"
-        )
+        place = "host" if destination == "host" else _destination_rank(destination, rank, program.ranks)
+        moved_value = value._replace(at=f"{value.at}@{place}")
         copy_by_value[value] = moved_value._replace(at=f"{moved_value.at}@{rank}")
         offload_by_value[value] = Op("OFFLOAD", *value[1:4], rank, (value,), (moved_value,))
-        loads_by_position[residence.load_position].append(
-            Op("LOAD", *value[1:4], rank, (moved_value,), (copy_by_value[value],))
-        )
+        load = Op("LOAD", *value[1:4], rank, (moved_value,), (copy_by_value[value],))
+        loads_by_position[residence.load_position].append(load)
 
     def read_copies(op: Op) -> Op:
         if op.kind not in _LATE_KINDS or copy_by_value.keys().isdisjoint(op.reads):
