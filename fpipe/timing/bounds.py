@@ -146,7 +146,7 @@ def _residual_holders(graph: DataGraph, positions: Sequence[int]) -> dict[int, l
 
 
 def _parts_at(graph: DataGraph, positions: Sequence[int]) -> list[tuple[Op, int]]:
-    """Return the ops at some positions, a PAIR as its parts, each with its position."""
+    """Return (op, position) for each op at these positions, and for each part of a PAIR."""
     return [(part, position) for position in positions for part in graph.ops[position].parts or (graph.ops[position],)]
 
 
@@ -155,23 +155,30 @@ def _span_bound(graph: DataGraph, rank: int, cap: int, first_backward: float) ->
 
     Until then it can only run `cap` of the ops that make residuals, at best the longest, and ops that are no backwards.
     """
-    ops, seconds, row = graph.ops, graph.seconds, graph.rank_ops[rank]
-    work = sum(seconds[position] for position in row)
+    row = graph.rank_ops[rank]
+    work = sum(graph.seconds[position] for position in row)
     if first_backward == float("inf"):
         return work
-    parts = _parts_at(graph, row)
-    with_input_gradient = {part[1:4] for part, _ in parts if part.kind == "I"}
-    backward_positions = {
-        position
-        for part, position in parts
-        if part.kind in "BI" or (part.kind == "W" and part[1:4] in with_input_gradient)
+    backward_positions = _backward_positions(graph, row)
+    # Ops that are neither a forward nor a backward, such as sums, may all run before the first backward.
+    forward_seconds: list[float] = []
+    neutral_seconds: list[float] = []
+    for position in row:
+        if makes_residuals(graph.ops[position]):
+            forward_seconds.append(graph.seconds[position])
+        elif position not in backward_positions:
+            neutral_seconds.append(graph.seconds[position])
+    forward_seconds.sort(reverse=True)
+    return work + max(0.0, first_backward - sum(forward_seconds[:cap]) - sum(neutral_seconds))
+
+
+def _backward_positions(graph: DataGraph, positions: Sequence[int]) -> set[int]:
+    """Return which ops at some positions are backwards: B, I, and the W of such an I."""
+    parts = _parts_at(graph, positions)
+    split_backwards = {part[1:4] for part, _ in parts if part.kind == "I"}
+    return {
+        position for part, position in parts if part.kind in "BI" or (part.kind == "W" and part[1:4] in split_backwards)
     }
-    forwards = sorted((seconds[position] for position in row if makes_residuals(ops[position])), reverse=True)
-    # Ops that are neither, such as sums, may all run before it.
-    neutral = [
-        position for position in row if position not in backward_positions and not makes_residuals(ops[position])
-    ]
-    return work + max(0.0, first_backward - sum(forwards[:cap]) - sum(seconds[position] for position in neutral))
 
 
 def _lifespan_bound(lives: list[tuple[float, float, float]], cap: int) -> float:
@@ -263,7 +270,7 @@ class Bounds:
 
     @property
     def span(self) -> float:
-        """No span is below this, in seconds."""
+        """Lower bound of the span, in seconds."""
         return max((span for bound in self.all for span in bound.spans), default=0.0)
 
     def gap(self, timeline: Timeline, of: Literal["makespan", "span"] = "makespan") -> float:
