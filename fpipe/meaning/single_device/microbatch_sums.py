@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +104,107 @@ class ReplicaOrder:
     inner_replicas: int = 0
 
 
+Sums = list[list["Tensor | None"]]
+"""Summed gradients of each leaf that a stage reads, by stage."""
+
+
+class SliceResult(NamedTuple):
+    """What the forward of a slice, or of a whole microbatch, gives to the result of the batch.
+
+    Attributes:
+        loss: its loss.
+        weighted_loss: its term of the loss of the batch.
+        weight: its share of the rows of the batch.
+        count: its divisor of totals.
+        aux: its auxiliary results.
+    """
+
+    loss: Tensor
+    weighted_loss: Tensor
+    weight: float
+    count: Any
+    aux: Any
+
+
+@dataclass(frozen=True)
+class MicrobatchRunner:
+    """The forward and the backward of a microbatch, with the options of `sum_over_microbatches` for all of them."""
+
+    model: Model
+    params: Sequence[Any]
+    key: int | None
+    slicing: SequenceSlicing
+    needs_input_grads: bool
+    observe: Observer | None
+    scale: Tensor | None
+
+    def forward(
+        self, microbatch: tuple[Any, Any], index: int, weight: float, states: list[Any], turn: tuple[bool, bool]
+    ) -> tuple[list[MicrobatchGraph], list[SliceResult], Any]:
+        """Run a microbatch slice by slice, and return the graphs and the results of its slices, and its output.
+
+        Args:
+            microbatch: inputs and target.
+            index: its number in the batch.
+            weight: its share of the rows of the batch.
+            states: the module state of each stage, replaced by what the forward leaves.
+            turn: whether it is the first, and the last, microbatch of its replica.
+        """
+        graphs: list[MicrobatchGraph] = []
+        results: list[SliceResult] = []
+        outputs: list[Any] = []
+        # A slice reads the carries that the slice before it hands on.
+        carries: list[Any] = [None] * len(self.model.stages)
+        slices = self.slicing.cut(microbatch)
+        for k, (inputs_and_target, share) in enumerate(slices):
+            coordinates = (index, k if len(slices) > 1 else None)
+            graph = self._new_graph(inputs_and_target[0], carries, coordinates)
+            slice_turn = turn[0] and k == 0, turn[1] and k == len(slices) - 1
+            with torch.enable_grad():
+                loss, count, aux, output = run_stages(
+                    self.model, graph, inputs_and_target, states, slice_turn, self.key, self.observe
+                )
+                # Totals ("count") are added unweighted, and divided by the count of the whole batch at the end.
+                weighted_loss = loss * (weight * share if self.model.reduction == "mean" else 1.0)
+                graph.loss = weighted_loss if self.scale is None else weighted_loss * self.scale
+            if self.observe is not None:
+                # A program has a SPLIT for each stage that reads the batch, which writes these values.
+                for stage in range(len(self.model.stages)):
+                    self.observe(Value("x", stage, *coordinates), inputs_and_target[0])
+                    self.observe(Value("t", stage, *coordinates), inputs_and_target[1])
+            carries = graph.carries_out
+            graphs.append(graph)
+            detached_aux = tree.tree_map(detach_leaf, aux)
+            results.append(SliceResult(loss.detach(), weighted_loss.detach(), weight * share, count, detached_aux))
+            outputs.append(tree.tree_map(detach_leaf, output))
+        if len(slices) == 1:
+            return graphs, results, outputs[0]
+        return graphs, results, join(outputs, [result.weight for result in results], Chunk(self.slicing.dim))
+
+    def backward(self, inputs: Any, graphs: list[MicrobatchGraph], sums: list[Sums]) -> list[Any]:
+        """Add the gradients of a microbatch to the last of the sums, and return those of its inputs.
+
+        It goes from the last slice to the first, and removes the graphs from the list.
+        """
+        # Each slice hands on the gradients of the carries that it read.
+        carry_grads: list[Tensor | None] = []
+        input_grads_by_slice: list[list[Any]] = []
+        while graphs:
+            grads, carry_grads, input_grads = take_gradients(self.model, graphs.pop(), carry_grads, self.observe)
+            input_grads_by_slice.insert(0, input_grads)
+            sums[-1] = _add_sums(self.model, sums[-1], grads) if sums[-1] else grads
+        if len(input_grads_by_slice) == 1:
+            return input_grads_by_slice[0]
+        return self.slicing.join_gradients(inputs, input_grads_by_slice)
+
+    def _new_graph(self, inputs: Any, carries: list[Any], coordinates: tuple[int, int | None]) -> MicrobatchGraph:
+        """Return a graph whose leaves are the parameters, the carries and, if asked for, the inputs."""
+        full_params = add_tied_leaves(self.model, self.params)
+        stage_params = [param_leaves(self.model, stage, full, inputs) for stage, full in enumerate(full_params)]
+        input_leaves = leaves_of_inputs(self.model, inputs) if self.needs_input_grads else {}
+        return MicrobatchGraph(stage_params, input_leaves, tree.tree_map(as_graph_leaf, carries), coordinates)
+
+
 def sum_over_microbatches(
     model: Model,
     params: Sequence[Any],
@@ -134,113 +235,65 @@ def sum_over_microbatches(
     slicing, join_specs = slicing or SequenceSlicing(), join_specs or JoinSpecs()
     replica_order = replica_order or ReplicaOrder()
     refuse_unsupported_modes()
+    needs_input_grads = join_specs.inputs_to_differentiate is not None
+    runner = MicrobatchRunner(model, params, key, slicing, needs_input_grads, observe, scale)
     total_rows = sum(row_count for _, row_count in microbatch_rows)
     per_replica = len(microbatch_rows) // replicas
     states: list[Any] = []
     first_replica_states: list[Any] = []
-    # One entry for each slice of each microbatch:
-    losses: list[Tensor] = []
-    counts: list[Any] = []
-    auxiliaries: list[Any] = []
-    shares: list[float] = []
-    # One for each microbatch, one for each term of the sum over replicas, and one for each replica:
     outputs: list[Any] = []
     input_grads_by_microbatch: list[list[Any]] = []
-    sums: list[Sums] = []
-    loss_by_replica: list[Tensor] = []
+    slice_results: list[SliceResult] = []
+    sums: list[Sums] = []  # one for each term of the sum over replicas
     for index, (microbatch, row_count) in enumerate(microbatch_rows):
-        is_first_of_replica = index % per_replica == 0
-        if is_first_of_replica:
+        is_first, is_last = index % per_replica == 0, index % per_replica == per_replica - 1
+        if is_first:
             # Each replica starts from the given state. The first one's is returned.
-            first_replica_states = first_replica_states or states
             states = list(state) if state is not None else [None] * len(model.stages)
-        carries: list[Any] = [None] * len(model.stages)
-        graphs: list[MicrobatchGraph] = []
-        weights: list[float] = []
-        slice_outputs: list[Any] = []
-        # 1. Forward, from the first slice of the sequence to the last: a slice reads the carry of the one before.
-        for k, (inputs_and_target, share) in enumerate(slicing.cut(microbatch)):
-            stage_params = [
-                param_leaves(model, stage, full, inputs_and_target[0])
-                for stage, full in enumerate(add_tied_leaves(model, params))
-            ]
-            needs_input_grads = join_specs.inputs_to_differentiate is not None
-            input_leaves = leaves_of_inputs(model, inputs_and_target[0]) if needs_input_grads else {}
-            weights.append(row_count / total_rows * share)
-            carries_in = tree.tree_map(as_graph_leaf, carries)
-            coordinates = (index, k if slicing.slices > 1 else None)
-            graph = MicrobatchGraph(stage_params, input_leaves, carries_in, coordinates)
-            is_last_of_replica = (index % per_replica, k) == (per_replica - 1, slicing.slices - 1)
-            turn = is_first_of_replica and k == 0, is_last_of_replica
-            with torch.enable_grad():
-                stage_loss, count, aux, output = run_stages(model, graph, inputs_and_target, states, turn, key, observe)
-                # Totals ("count") are added unweighted, and divided by the count of the whole batch at the end.
-                weighted = stage_loss * (weights[-1] if model.reduction == "mean" else 1.0)
-                graph.loss = weighted if scale is None else weighted * scale
-            graphs.append(graph)
-            carries = graph.carries_out
-            if observe is not None:
-                # A program has a SPLIT for each stage that reads the batch, which writes these values.
-                for stage in range(len(model.stages)):
-                    observe(Value("x", stage, *coordinates), inputs_and_target[0])
-                    observe(Value("t", stage, *coordinates), inputs_and_target[1])
-            if is_first_of_replica and k == 0:
-                loss_by_replica.append(weighted.detach())
-            else:
-                loss_by_replica[-1] = loss_by_replica[-1] + weighted.detach()
-            losses.append(stage_loss.detach())
-            counts.append(count)
-            auxiliaries.append(tree.tree_map(detach_leaf, aux))
-            shares.append(weights[-1] * total_rows)
-            slice_outputs.append(tree.tree_map(detach_leaf, output))
-        # 2. Backward, from the last slice to the first: each hands on the gradients of the carries that it read.
-        carry_grads: list[Tensor | None] = []
-        input_grads_by_slice: list[list[Any]] = []
-        if replica_order.microbatch_first or is_first_of_replica:
+            first_replica_states = first_replica_states or states
+        # 1. Forward, from the first slice of the sequence to the last, with one graph for each slice.
+        graphs, results, output = runner.forward(microbatch, index, row_count / total_rows, states, (is_first, is_last))
+        slice_results += results
+        outputs.append(output)
+        # 2. Backward, from the last slice to the first, which frees the graphs.
+        if is_first or replica_order.microbatch_first:
             sums.append([])
-        for graph in reversed(graphs):
-            grads, carry_grads, input_grads = take_gradients(model, graph, carry_grads, observe)
-            input_grads_by_slice.insert(0, input_grads)
-            sums[-1] = _add_sums(model, sums[-1], grads) if sums[-1] else grads
-        is_sliced = len(slice_outputs) > 1
-        outputs.append(join(slice_outputs, weights, Chunk(slicing.dim)) if is_sliced else slice_outputs[0])
-        input_grads_by_microbatch.append(
-            slicing.join_gradients(microbatch[0], input_grads_by_slice) if is_sliced else input_grads_by_slice[0]
-        )
+        input_grads_by_microbatch.append(runner.backward(microbatch[0], graphs, sums))
     # 3. Over replicas: inner groups add up first, and then their sums, in ascending order.
     group_size = replica_order.inner_replicas or replicas
-    group_losses = [
-        reduce(torch.add, loss_by_replica[start : start + group_size]) for start in range(0, replicas, group_size)
-    ]
-    loss = reduce(torch.add, group_losses)
+    loss_by_replica = _add_groups([result.weighted_loss for result in slice_results], per_replica * slicing.slices)
+    loss = reduce(torch.add, _add_groups(loss_by_replica, group_size))
     sums_per_group = group_size * (per_replica if replica_order.microbatch_first else 1)
     group_grads = [
         _sum_over_replicas(model, params, sums[start : start + sums_per_group], per_replica, replica_order)
         for start in range(0, len(sums), sums_per_group)
     ]
     grads = reduce(partial(tree.tree_map, add_optional), group_grads)
-    has_input_grads = join_specs.inputs_to_differentiate is not None
-    input_grads = _join_input_grads(join_specs, input_grads_by_microbatch) if has_input_grads else None
+    input_grads = _join_input_grads(join_specs, input_grads_by_microbatch) if needs_input_grads else None
     # 4. Divide totals by the count of the whole batch.
     if model.reduction == "count":
+        counts = [result.count for result in slice_results]
         total = sum(counts[1:], counts[0])
         divisor = total if total != 0 else 1
         loss = loss / divisor
         grads, input_grads = tree.tree_map(partial(_divide, divisor), (grads, input_grads))
     row_counts = [row_count for _, row_count in microbatch_rows]
+    auxiliaries = [result.aux for result in slice_results]
+    row_shares = [result.weight * total_rows for result in slice_results]
     return Result(
         loss=loss,
         grads=grads,
         outputs=_join_unless_streamed(outputs, row_counts, join_specs.outputs, "outputs"),
-        aux=_join_unless_streamed(auxiliaries, shares, join_specs.aux, "aux") if model.aux else None,
+        aux=_join_unless_streamed(auxiliaries, row_shares, join_specs.aux, "aux") if model.aux else None,
         input_grads=input_grads,
-        losses=tuple(losses),
+        losses=tuple(result.loss for result in slice_results),
         state=None if state is None else tuple(first_replica_states or states),
     )
 
 
-Sums = list[list["Tensor | None"]]
-"""Summed gradients of each leaf that a stage reads, by stage."""
+def _add_groups(losses: Sequence[Tensor], group_size: int) -> list[Tensor]:
+    """Add losses that follow each other, in ascending order."""
+    return [reduce(torch.add, losses[start : start + group_size]) for start in range(0, len(losses), group_size)]
 
 
 def _add_sums(model: Model, sums: Sums, terms: Sums) -> Sums:
