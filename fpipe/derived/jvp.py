@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -94,9 +94,7 @@ def pushed_forward(call: Callable[..., tuple[Any, Any]], *arguments: Any) -> tup
     if not dual_by_index:
         return call(*arguments)
     float_by_index = {index: leaf for index, leaf in enumerate(leaves) if _is_float(leaf)}
-    constants = [
-        None if index in dual_by_index or index in float_by_index else leaf for index, leaf in enumerate(leaves)
-    ]
+    constants = [None if i in dual_by_index or i in float_by_index else leaf for i, leaf in enumerate(leaves)]
     function = _FloatFunction(call, containers, constants, [*dual_by_index], [*float_by_index])
     primals, tangents = unpack_dual([*dual_by_index.values()])
     flat_results: Any = _ForwardOverReverse.apply(function, *primals, *float_by_index.values(), *tangents)
@@ -140,6 +138,25 @@ class _FloatFunction:
         ]
         return floats, other_tensors
 
+    def split(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Split what there is per tensor into that of primals, of floats without a tangent, and of tangents."""
+        dual_count, float_count = len(self.duals), len(self.duals) + len(self.floats)
+        return tuple(tensors[:dual_count]), tuple(tensors[dual_count:float_count]), tuple(tensors[float_count:])
+
+    def gradients(
+        self, indices: Sequence[int], floats: Sequence[Tensor], cotangents: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of the floats at these indices; the other floats are constants."""
+
+        def call_with(*differentiated: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            all_floats = [*floats]
+            for index, tensor in zip(indices, differentiated, strict=True):
+                all_floats[index] = tensor
+            return self(*all_floats)
+
+        vjp_function = torch.func.vjp(call_with, *(floats[index] for index in indices), has_aux=True)[1]
+        return vjp_function(cotangents)
+
     def rebuild_results(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Rebuild the two results from pairs of primal and tangent, followed by tensors without a tangent."""
         remaining = iter(tensors)
@@ -164,12 +181,9 @@ class _ForwardOverReverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: _FloatFunction, *tensors: Tensor) -> Any:
-        count = len(function.duals)
-        end = count + len(function.floats)
-        primals, plain, tangents = tensors[:count], tensors[count:end], tensors[end:]
+        primals, plain, tangents = function.split(tensors)
         ctx.function, ctx.states = function, [] if in_fake_mode() else random_states()
         ctx.save_for_backward(*tensors)
-        tensors = tuple(tensor.detach() for tensor in tensors)
         zeros = map(torch.zeros_like, plain)
         with _differentiable_ops():
             results_and_derivatives: Any = torch.func.jvp(
@@ -182,49 +196,35 @@ class _ForwardOverReverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         function: _FloatFunction = ctx.function
-        count = len(function.duals)
-        end = count + len(function.floats)
-        tensors: list[Tensor] = [tensor.detach() for tensor in ctx.saved_tensors]
-        primals, plain, tangents = tensors[:count], tensors[count:end], tensors[end:]
-        needed: Sequence[bool] = ctx.needs_input_grad[1:]
-        # The index of a float is its place in (*primals, *plain); its tangent, if it has one, stands `end` behind it.
-        grad_indices = [index for index in range(end) if needed[index] or (index < count and needed[end + index])]
-        pair_count = 2 * sum(leaf is _FLOAT for leaf in function.result_forms[0][0])
-        result_cotangents, derivative_cotangents = cotangents[:pair_count:2], cotangents[1:pair_count:2]
-        zeros = map(torch.zeros_like, plain)
-
-        def gradients(*values: Tensor) -> tuple[Tensor, ...]:
-            floats = values[:end]
-
-            def run_with(*grad_floats: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-                float_by_index = dict(zip(grad_indices, grad_floats, strict=True))
-                return function(*(float_by_index.get(index, value) for index, value in enumerate(floats)))
-
-            return torch.func.vjp(run_with, *(floats[index] for index in grad_indices), has_aux=True)[1](values[end:])
-
-        # The derivative, along the tangents, of a vjp with the cotangents of the derivatives: forward over reverse. The
-        # forward runs again in it, so it draws the same random numbers.
-
+        primals, plain, tangents = function.split([tensor.detach() for tensor in ctx.saved_tensors])
+        floats, float_tangents = (*primals, *plain), (*tangents, *map(torch.zeros_like, plain))
+        # A float is differentiated if its own gradient is needed, or that of its tangent.
+        needs_primals, needs_plain, needs_tangents = function.split(ctx.needs_input_grad[1:])
+        needs_duals = map(any, zip(needs_primals, needs_tangents, strict=True))
+        grad_indices = [index for index, is_needed in enumerate((*needs_duals, *needs_plain)) if is_needed]
+        # Results come as pairs of primal and tangent, followed by tensors that have no gradient.
+        pair_count = sum(leaf is _FLOAT for leaf in function.result_forms[0][0])
+        result_cotangents = cotangents[: 2 * pair_count : 2]
+        derivative_cotangents = cotangents[1 : 2 * pair_count : 2]
+        # Forward over reverse: J^T d(J v) is a vjp, and its derivative along v, with dy as the tangent of d(J v), has
+        # the term J^T dy in it. The forward runs again in it, so it draws the same random numbers.
         with _differentiable_ops(), replay_from(ctx.states) if ctx.states else nullcontext():
             grads_and_derivatives: Any = torch.func.jvp(
-                gradients, (*primals, *plain, *derivative_cotangents), (*tangents, *zeros, *result_cotangents)
+                partial(function.gradients, grad_indices),
+                (floats, derivative_cotangents),
+                (float_tangents, result_cotangents),
             )
         grads, derivatives = grads_and_derivatives
-        grads_by_index = dict(zip(grad_indices, grads, strict=True)), dict(zip(grad_indices, derivatives, strict=True))
-        return (
-            None,
-            *(grads_by_index[1].get(index) for index in range(end)),
-            *(grads_by_index[0].get(index) for index in range(count)),
-        )
+        tangent_grads = dict(zip(grad_indices, grads, strict=True))
+        float_grads = dict(zip(grad_indices, derivatives, strict=True))
+        return None, *map(float_grads.get, range(len(floats))), *map(tangent_grads.get, range(len(tangents)))
 
 
 @contextmanager
 def _differentiable_ops() -> Generator[None]:
-    """Let torch choose ops that torch.func can differentiate twice.
-
-    Attention's fused kernels have no derivative in forward mode, and with gradients off a backward picks ops that are
-    not differentiated again. Marks of `fpipe.keep` are collected, since their tensors are of no use outside.
-    """
+    """Let torch choose ops that torch.func can differentiate twice."""
+    # Attention's fused kernels have no derivative in forward mode, and with gradients off a backward picks ops that are
+    # not differentiated again. Marks of `fpipe.keep` are collected, since their tensors are of no use outside.
     with sdpa_kernel(SDPBackend.MATH), collect_marks(), torch.enable_grad():
         yield
 
@@ -296,9 +296,7 @@ def _run_on_duals(stage: Stage) -> Stage:
                 extra_arguments = {**extra_arguments, "state": copy_state(extra_arguments["state"])}
             y, extra_outputs = split_output(stage, forward(params, x, **extra_arguments))
             order[:] = extra_outputs
-            differentiable_outputs = {
-                name: extra_outputs.pop(name) for name in ("carry", "loss") if name in extra_outputs
-            }
+            differentiable_outputs = {key: extra_outputs.pop(key) for key in ("carry", "loss") if key in extra_outputs}
             return (y, differentiable_outputs), extra_outputs
 
         (y, differentiable_outputs), constant_outputs = pushed_forward(call, params, x, extra_arguments)
