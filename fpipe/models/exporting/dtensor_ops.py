@@ -73,10 +73,8 @@ class _FromLocal(torch.autograd.Function):
 
 
 def _make_dtensor(x: Tensor, mesh: Any, placements: Any, grad_placements: Any, dim: int = 0, parts: int = 1) -> Any:
-    """Make a DTensor of a shard, after moving `parts` chunks from dim 0 to `dim`.
-
-    Collectives concatenate the shards of the processes along dim 0, whatever dimension is sharded.
-    """
+    """Make a DTensor of a shard, after moving `parts` chunks from dim 0 to `dim`."""
+    # Collectives concatenate the shards of the processes along dim 0, whatever dimension is sharded.
     return _FromLocal.apply(torch.cat(x.chunk(parts), dim) if dim else x, mesh, placements, grad_placements)
 
 
@@ -115,60 +113,48 @@ class DTensorCall:
 
     def register_steps(self, shape: list[Any]) -> list[tuple[str, list[Any]]]:
         """Register the steps that make up this call, and return their names, each with the shape of its result."""
-        mesh, source, target = self.mesh, self.source or self.target, self.target
-        # 1. to_local: take the shard.
-        if target is None:
-            steps_and_shapes: list[tuple[Step, list[Any]]] = [
-                (
-                    partial(_take_shard, grad_placements=self.requested_placements or _default_grad_placements(source)),
-                    shape,
-                )
-            ]
-        elif kind := self._collective_kind(source, target):
-            # 2. A collective between two local steps; a plain tensor has no shard to take, so the first step goes.
-            group, size = mesh.get_group(), mesh.size()
-            axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else axis_of(group)
-            collective = CollectiveStage(kind, axis, group.group_name, size, group.rank())
-            split_dim, join_dim = (
-                placements[0].dim if placements[0].is_shard() else 0 for placements in (target, source)
+        groups = [mesh_group.group_name for mesh_group in self.mesh.get_all_groups()]
+        return [
+            (register_step(step, f"{step} over {groups}"), step_shape)
+            for step, step_shape in self._steps_of_call(shape)
+        ]
+
+    def _steps_of_call(self, shape: list[Any]) -> list[tuple[Step, list[Any]]]:
+        """Return the steps that make up this call, each with the shape of its result."""
+        if self.target is None:  # to_local
+            grad_placements = self.requested_placements or _default_grad_placements(self.source)
+            return [(partial(_take_shard, grad_placements=grad_placements), shape)]
+        if kind := self._collective_kind(self.source or self.target, self.target):
+            return self._collective_steps(kind, shape)
+        if self.source is None:  # from_local
+            grad_placements = self.requested_placements or _default_grad_placements(self.target)
+            make_dtensor = partial(
+                _make_dtensor, mesh=self.mesh, placements=self.target, grad_placements=grad_placements
             )
-            grad_placements = self.grad_placements or _default_grad_placements(target)
-            steps_and_shapes = [
-                (
-                    partial(_take_shard, grad_placements=_default_grad_placements(source), dim=split_dim, parts=size),
-                    _stacked_shape(size, source[0], shape, split_dim),
-                ),
-                (partial(collective, None), _stacked_shape(size, target[0], shape, join_dim)),
-                (
-                    partial(
-                        _make_dtensor,
-                        mesh=mesh,
-                        placements=target,
-                        grad_placements=grad_placements,
-                        dim=join_dim,
-                        parts=size,
-                    ),
-                    shape,
-                ),
-            ][self.source is None :]
-        # 3. from_local: make a DTensor.
-        elif self.source is None:
-            steps_and_shapes = [
-                (
-                    partial(
-                        _make_dtensor,
-                        mesh=mesh,
-                        placements=target,
-                        grad_placements=self.requested_placements or _default_grad_placements(target),
-                    ),
-                    shape,
-                )
-            ]
-        # 4. A redistribute that is no single collective is left to torch.
-        else:
-            steps_and_shapes = [(partial(_redistribute, mesh=mesh, placements=target), shape)]
-        groups = [mesh_group.group_name for mesh_group in mesh.get_all_groups()]
-        return [(register_step(step, f"{step} over {groups}"), size) for step, size in steps_and_shapes]
+            return [(make_dtensor, shape)]
+        # A redistribute that is no single collective is left to torch.
+        return [(partial(_redistribute, mesh=self.mesh, placements=self.target), shape)]
+
+    def _collective_steps(self, kind: str, shape: list[Any]) -> list[tuple[Step, list[Any]]]:
+        """Return a collective between two local steps, each with the shape of its result."""
+        # The shard that is taken has the chunks that the collective splits along dim 0, and the DTensor is made of the
+        # chunks that it has joined along dim 0. A from_local starts with the collective: it is called with a shard.
+        mesh, source, target = self.mesh, self.source or self.target, self.target
+        group, size = mesh.get_group(), mesh.size()
+        axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else axis_of(group)
+        split_dim, join_dim = (placements[0].dim if placements[0].is_shard() else 0 for placements in (target, source))
+        take_shard = partial(_take_shard, grad_placements=_default_grad_placements(source), dim=split_dim, parts=size)
+        collective = partial(CollectiveStage(kind, axis, group.group_name, size, group.rank()), None)
+        make_dtensor = partial(
+            _make_dtensor,
+            mesh=mesh,
+            placements=target,
+            grad_placements=self.grad_placements or _default_grad_placements(target),
+            dim=join_dim,
+            parts=size,
+        )
+        taking = [] if self.source is None else [(take_shard, _stacked_shape(size, source[0], shape, split_dim))]
+        return [*taking, (collective, _stacked_shape(size, target[0], shape, join_dim)), (make_dtensor, shape)]
 
     def _collective_kind(self, source: Any, target: Any) -> str | None:
         """Return the kind of the one collective that this call is; None if it is something else."""
@@ -182,9 +168,7 @@ class DTensorCall:
             or (grad_placements[0].is_shard() and grad_placements != target)
         ):
             return None
-        return _KIND_BY_LETTERS.get(
-            "".join(_placement_letter(placement) for (placement,) in (source, target, grad_placements))
-        )
+        return _KIND_BY_LETTERS.get("".join(_placement_letter(x) for (x,) in (source, target, grad_placements)))
 
 
 _KIND_BY_LETTERS = {
