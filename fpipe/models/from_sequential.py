@@ -34,30 +34,33 @@ Leaf = dict[int, tuple[str, ...]]
 
 
 def _share_locks(runs: Sequence[StageModule]) -> None:
-    """Let stages with a module in common share a lock; raise ValueError if that module has state.
-
-    A call swaps the module's parameters, so only one of the stages may run at a time. State is one tensor of one stage.
-    """
+    """Let stages with a module in common share a lock; raise ValueError if that module has state."""
+    # A call swaps the module's parameters, so only one of the stages may run at a time. State is one tensor of one
+    # stage.
+    _refuse_aliased_state(runs)
     first_stages: dict[int, StageModule] = {}
-    written_owners = {
-        id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.state_owners
-    }
-    for path, owner, name in (tensor for run in runs for tensor in (*run.state_owners, *run.constant_owners)):
-        first_path, *tensor = written_owners.get(id(getattr(owner, name)), (path, owner, name))
-        if tensor != [owner, name]:
-            raise ValueError(
-                f"buffers {first_path!r} and {path!r} are one tensor, and the first is written; give each its own."
-            )
     for run in runs:
         for path, module in run.modules:
             first_stage = first_stages.setdefault(id(module), run)
-            if first_stage is not run and any(module is owner for _, owner, _ in run.state_owners):
+            if first_stage is not run and any(module is buffer.module for buffer in run.state_owners):
                 raise ValueError(
                     f"module {path!r} ({type(module).__name__}) with state stands in stages {first_stage.number} and "
                     f"{run.number}; choose sizes= that keep it in one."
                 )
             if first_stage is not run and any(True for _ in module.parameters()):
                 run.lock = first_stage.lock
+
+
+def _refuse_aliased_state(runs: Sequence[StageModule]) -> None:
+    """Raise ValueError if a buffer that a stage writes stands in a second place, which would not see the write."""
+    written_by_id = {id(getattr(*buffer.home)): buffer for run in runs for buffer in run.state_owners}
+    for owner in (owner for run in runs for owner in (*run.state_owners, *run.constant_owners)):
+        written = written_by_id.get(id(getattr(*owner.home)), owner)
+        if written.home != owner.home:
+            raise ValueError(
+                f"buffers {written.path!r} and {owner.path!r} are one tensor, and the first is written; give each its "
+                "own."
+            )
 
 
 def from_sequential(

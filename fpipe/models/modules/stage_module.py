@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,18 @@ from fpipe.positional_stage import Names, PositionalStage
 from fpipe.torch_internals import direct_members
 from fpipe.torch_private.modules import cached_weights, caches_weights, set_module_dicts, spectral_buffers
 
-TensorOwner = tuple[str, nn.Module, str]
-"""Where a tensor stands: its path in the net, the module that has it, its attribute there."""
+
+class TensorOwner(NamedTuple):
+    """The place of a tensor: its path in the net, the module that has it, and its attribute there."""
+
+    path: str
+    module: nn.Module
+    attribute: str
+
+    @property
+    def home(self) -> tuple[nn.Module, str]:
+        """The module and the attribute; a module that stands twice in the net has two paths for one home."""
+        return self.module, self.attribute
 
 
 class StageModule(PositionalStage):
@@ -85,25 +95,19 @@ class StageModule(PositionalStage):
         """
         self.named_state = tuple(state)
         self.buffers = self.owners_of(path for path, _ in self.bound_modules.named_buffers(remove_duplicate=False))
-        written_owners = {tensor[1:] for tensor in self.buffers if tensor[0] in state}
         self.norms = [(path, module) for path, module in self.modules if updates_statistics(module)]
-        written_owners |= {(norm, name) for _, norm in self.norms for name in STATISTICS}
-        for _, module in self.modules:
-            written_owners |= {(module, name) for name in (spectral_buffers(module) if module.training else ())}
-        self.state_owners = [tensor for tensor in self.buffers if tensor[1:] in written_owners]
-        trained = {name for paths in self.names for name in paths}
-        frozen = [
-            path for path, _ in self.bound_modules.named_parameters(remove_duplicate=False) if path not in trained
-        ]
-        self.constant_owners = [
-            *self.owners_of(frozen),
-            *(tensor for tensor in self.buffers if tensor not in self.state_owners),
-        ]
-        self.fixed, self.homes = (
-            [path for path, _, _ in self.constant_owners],
-            [tensor[1:] for tensor in self.constant_owners],
-        )
-        self.state_names = [path for path, _, _ in self.state_owners]
+        norm_homes = {(norm, name) for _, norm in self.norms for name in STATISTICS}
+        training_modules = [module for _, module in self.modules if module.training]
+        spectral_homes = {(module, name) for module in training_modules for name in spectral_buffers(module)}
+        written_homes = norm_homes | spectral_homes
+        self.state_owners = [buffer for buffer in self.buffers if buffer.path in state or buffer.home in written_homes]
+        trained_paths = {path for paths in self.names for path in paths}
+        all_paths = [path for path, _ in self.bound_modules.named_parameters(remove_duplicate=False)]
+        frozen_params = self.owners_of(path for path in all_paths if path not in trained_paths)
+        self.constant_owners = [*frozen_params, *(buffer for buffer in self.buffers if buffer not in self.state_owners)]
+        self.fixed = [constant.path for constant in self.constant_owners]
+        self.homes = [constant.home for constant in self.constant_owners]
+        self.state_names = [buffer.path for buffer in self.state_owners]
         # Which buffers a forward writes may depend on the mode of any of its modules. A stage that writes none may
         # switch modes, such as a dropout's, but for norms that would begin to write.
         mode_modules = self.modules
@@ -117,11 +121,10 @@ class StageModule(PositionalStage):
 
         A module that stands twice in the net has two paths for one attribute, which functional_call swaps once.
         """
-        first_path: dict[tuple[nn.Module, str], str] = {}
+        path_by_home: dict[tuple[nn.Module, str], str] = {}
         for path in paths:
-            owner, _, name = path.rpartition(".")
-            first_path.setdefault((self.bound_modules.get_submodule(owner), name), path)
-        return [(path, *owner_and_name) for owner_and_name, path in first_path.items()]
+            path_by_home.setdefault(self.home_of(path), path)
+        return [TensorOwner(path, module, attribute) for (module, attribute), path in path_by_home.items()]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StageModule, (self.number, self.children, self.names, self.skips, self.named_state)
@@ -201,11 +204,9 @@ class StageModule(PositionalStage):
 
     @contextmanager
     def _lock_and_restore_caches(self) -> Generator[None]:
-        """Let one thread at a time swap tensors, and restore the weights that modules cache as plain attributes.
-
-        Pruning, old-style weight norm and RNNs cache tensors made of their weights. functional_call restores
-        parameters and buffers only, so the swapped tensors would stay in these attributes.
-        """
+        """Let one thread at a time swap tensors, and restore the weights that modules cache as plain attributes."""
+        # Pruning, old-style weight norm and RNNs cache tensors made of their weights. functional_call restores
+        # parameters and buffers only, so the swapped tensors would stay in these attributes.
         with self.lock:
             # Checked at each call: a hook, a mode or an attribute may have changed since the net was cut.
             self.checked_modes.check()
@@ -219,10 +220,8 @@ class StageModule(PositionalStage):
                     vars(module).update(attributes)
 
     def _refuse_shared_memory(self, new_buffers: Mapping[str, Tensor]) -> None:
-        """Raise Impure if two buffers share memory.
-
-        In the module a write to one shows in both. As state they would be two tensors from the next microbatch on.
-        """
+        """Raise Impure if two buffers share memory."""
+        # In the module a write to one shows in both. As state they would be two tensors from the next microbatch on.
         name_by_memory: dict[Any, str] = {}
         for name, buffer in new_buffers.items():
             first_name = name_by_memory.setdefault(storage_key(buffer), name)
@@ -283,11 +282,9 @@ class StageModule(PositionalStage):
         return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if draws_random(module)]
 
     def sharing_key(self) -> Any:
-        """Return a key that is equal for stages that compute the same function of parameters and constants.
-
-        Equal blocks of a net then share one trace, whatever their children are called. A stage with a module that the
-        fingerprint does not understand is equal to itself alone.
-        """
+        """Return a key that is equal for stages that compute the same function of parameters and constants."""
+        # Equal blocks of a net then share one trace, whatever their children are called. A stage with a module that the
+        # fingerprint does not understand is equal to itself alone.
         index_by_child = {name: str(index) for index, name in enumerate(self.children)}
 
         def with_child_index(paths: Iterable[str]) -> tuple[str, ...]:
@@ -298,13 +295,8 @@ class StageModule(PositionalStage):
         unsupported: list[Any] = []
         module_keys = tuple(module_key(module, unsupported) for module in self.children.values())
         paths = *self.names, self.fixed, self.state_names
-        return (
-            len(self.names),
-            tuple(map(with_child_index, paths)),
-            module_keys,
-            self.skips,
-            IdentityKey(self) if unsupported else None,
-        )
+        indexed_paths = tuple(map(with_child_index, paths))
+        return len(self.names), indexed_paths, module_keys, self.skips, IdentityKey(self) if unsupported else None
 
 
 class BoundModules(nn.Module):
