@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -156,17 +156,14 @@ class NamedTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
-    leaf: Tensor | None
+    local_tensor: Tensor | None
 
 
 def _with_state(params: Sequence[Any], state: Sequence[Any]) -> list[Any]:
     """Merge the module state of each stage into its parameters."""
     if len(params) != len(state):
         raise ValueError(f"state has one entry for each stage, as params; found {len(state)} and {len(params)}.")
-    return [
-        None if stage_params is None else {**stage_params, **(stage_state or {})}
-        for stage_params, stage_state in zip(params, state, strict=True)
-    ]
+    return [None if p is None else {**p, **(s or {})} for p, s in zip(params, state, strict=True)]
 
 
 def _named_tensors(
@@ -192,8 +189,8 @@ def _with_net_names(
 ) -> list[NamedTensor]:
     """Return the tensors of the state_dict of a model's net, under all their names.
 
-    A name of the net takes its tensor from the caller's leaf of that name, or of a name that is tied to it: another
-    name of the leaf, or of the same tensor in the net. All other tensors are frozen parameters and buffers of modules.
+    The caller's leaves come first, with the names that the net has for them. All other tensors of the net are
+    constants: frozen parameters and buffers, which rank 0 takes from its own modules.
     """
     stages = [*net_stages(model)]
     stateful_stage = next((number for number, stage in enumerate(model.stages) if "state" in stage.asks), None)
@@ -201,36 +198,48 @@ def _with_net_names(
         raise ValueError(
             f"{model.label_of(stateful_stage)} has module state, which a step returns: say state=result.state."
         )
-    owner_names = {use.name: use.owner_name for uses in model.tied_uses for use in uses}
-    first_names = {name: owner_names.get(leaf[0], leaf[0]) for stage in stages for leaf in stage.names for name in leaf}
-    leaf_names = [name for named_tensor in named_tensors for name in named_tensor.names]
-    tensors = {name: getattr(*stage.home_of(name)) for stage in stages for name in stage.all_names()}
-    name_by_id = {id(tensors[name]): name for name in leaf_names if name in tensors}
-    names_by_leaf: dict[str, list[str]] = {name: [] for name in leaf_names}
-    constant_tensors: list[NamedTensor] = []
-    for stage in stages:
-        for name in stage.all_names():
-            module, key = stage.home_of(name)
-            if not _is_in_state_dict(module, key):
-                continue
-            tensor = tensors.pop(name, None)
-            # A name that was popped before is that of a tensor that an earlier stage has too.
-            if tensor is None:
-                continue
-            source = first_names.get(name, name_by_id.get(id(tensor), name))
-            if source in names_by_leaf:
-                names_by_leaf[source].append(name)
-            else:
-                leaf = tensor if group_rank.rank == 0 else None
-                constant_tensors.append(NamedTensor([name], tuple(tensor.shape), tensor.dtype, 0, leaf))
-    # Constants are those of rank 0's net; the nets of other ranks may be on meta. All ranks raise, or none.
-    on_meta = [next((leaf.names[0] for leaf in constant_tensors if leaf.leaf is not None and leaf.leaf.is_meta), None)]
-    if group_rank.group is not None:
-        dist.broadcast_object_list(on_meta, group=group_rank.group, group_src=0)
-    if on_meta[0] is not None:
-        raise ValueError(f"{on_meta[0]!r} is on meta in the net, and not among the params: it has no values to give.")
+    # Stages may list one tensor each, by the same name.
+    home_by_name = {name: stage.home_of(name) for stage in stages for name in stage.all_names()}
+    tensor_by_name: dict[str, Tensor] = {name: getattr(*home) for name, home in home_by_name.items()}
+    names_by_leaf: dict[str, list[str]] = {name: [] for named_tensor in named_tensors for name in named_tensor.names}
+    leaf_by_name = _leaf_by_name(model, stages, names_by_leaf, tensor_by_name)
+    constants: list[NamedTensor] = []
+    for name, tensor in tensor_by_name.items():
+        if not _is_in_state_dict(*home_by_name[name]):
+            continue
+        if leaf_by_name[name] in names_by_leaf:
+            names_by_leaf[leaf_by_name[name]].append(name)
+        else:
+            local_tensor = tensor if group_rank.rank == 0 else None
+            constants.append(NamedTensor([name], tuple(tensor.shape), tensor.dtype, 0, local_tensor))
+    _refuse_meta_constants(constants, group_rank)
     renamed = [named_tensor._replace(names=names_by_leaf[named_tensor.names[0]]) for named_tensor in named_tensors]
-    return [*(named_tensor for named_tensor in renamed if named_tensor.names), *constant_tensors]
+    return [*(named_tensor for named_tensor in renamed if named_tensor.names), *constants]
+
+
+def _leaf_by_name(
+    model: Model, stages: Sequence[Any], leaf_names: Iterable[str], tensor_by_name: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """Return for each name in the net the name of the leaf that would hold its tensor."""
+    # A parameter that trains is the leaf of its first name, or of its owner's name if stages tie it. Another tensor is
+    # the leaf that is the same object in the net, as two modules may share a buffer; else it would be a leaf of its
+    # own.
+    owner_name_by_use = {use.name: use.owner_name for uses in model.tied_uses for use in uses}
+    leaf_by_id = {id(tensor_by_name[name]): name for name in leaf_names if name in tensor_by_name}
+    leaf_by_name = {name: leaf_by_id.get(id(tensor), name) for name, tensor in tensor_by_name.items()}
+    for names in (names for stage in stages for names in stage.names):
+        leaf_by_name |= dict.fromkeys(names, owner_name_by_use.get(names[0], names[0]))
+    return leaf_by_name
+
+
+def _refuse_meta_constants(constants: Sequence[NamedTensor], group_rank: GroupRank) -> None:
+    """Raise ValueError on all ranks if a constant of rank 0's net is on meta; the nets of other ranks may be."""
+    local_constants = ((constant.names[0], constant.local_tensor) for constant in constants)
+    meta_name = [next((name for name, tensor in local_constants if tensor is not None and tensor.is_meta), None)]
+    if group_rank.group is not None:
+        dist.broadcast_object_list(meta_name, group=group_rank.group, group_src=0)
+    if meta_name[0] is not None:
+        raise ValueError(f"{meta_name[0]!r} is on meta in the net, and not among the params: it has no values to give.")
 
 
 def _is_in_state_dict(module: Any, key: str) -> bool:
@@ -244,14 +253,12 @@ def _is_in_state_dict(module: Any, key: str) -> bool:
 def _full_tensors(
     named_tensors: Sequence[NamedTensor], group_rank: GroupRank, is_first: bool
 ) -> Iterator[tuple[NamedTensor, Tensor]]:
-    """Yield the tensors on rank 0 of the first replica; send those of this rank elsewhere.
-
-    They come one at a time, so that rank 0 holds at most one tensor besides its own.
-    """
+    """Yield the tensors on rank 0 of the first replica; send those of this rank elsewhere."""
+    # They come one at a time, so that rank 0 holds at most one tensor besides its own.
     for named_tensor in named_tensors:
         leaf: Any = None
-        if named_tensor.leaf is not None:
-            leaf = named_tensor.leaf.detach()
+        if named_tensor.local_tensor is not None:
+            leaf = named_tensor.local_tensor.detach()
             leaf = (leaf.full_tensor() if is_sharded(leaf) else leaf).cpu().contiguous()
         if not is_first:
             continue
@@ -305,11 +312,8 @@ def _header(named_tensors: Sequence[NamedTensor]) -> bytes:
             if named_tensor.dtype not in CODES:
                 raise ValueError(f"{name} is of {named_tensor.dtype}, which a safetensors file has no word for.")
             end = start + named_tensor.dtype.itemsize * torch.Size(named_tensor.shape).numel()
-            header[name] = {
-                "dtype": CODES[named_tensor.dtype],
-                "shape": [*named_tensor.shape],
-                "data_offsets": [start, end],
-            }
+            dtype, shape = CODES[named_tensor.dtype], [*named_tensor.shape]
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
             start = end
     # The format aligns the data to 8 bytes; spaces after JSON are allowed.
     text = json.dumps(header).encode()
