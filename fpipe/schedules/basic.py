@@ -8,12 +8,7 @@ from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.reorder import from_rows
 
 
-@published(
-    "GPipe",
-    "Huang et al. 2019, figure 2c",
-    idle="(p-1)(T+2c)",
-    peak="m",
-)
+@published("GPipe", "Huang et al. 2019, figure 2c", idle="(p-1)(T+2c)", peak="m")
 def gpipe(ranks: int) -> Transform:
     """All forwards, then all backwards.
 

@@ -105,14 +105,10 @@ def fill_gaps_with_weights(
 def ops_awaited(key: Key, stages: int) -> list[Key]:
     """Return the op of the same microbatch that a forward or a backward waits for."""
     kind, stage, microbatch, slice_index = key
-    stage_index = stage or 0
+    stage = stage or 0
     if kind == "F":
-        return [("F", stage_index - 1, microbatch, slice_index)] if stage_index else []
-    return (
-        [("I", stage_index + 1, microbatch, slice_index)]
-        if stage_index + 1 < stages
-        else [("F", stage_index, microbatch, slice_index)]
-    )
+        return [("F", stage - 1, microbatch, slice_index)] if stage else []
+    return [("I", stage + 1, microbatch, slice_index) if stage + 1 < stages else ("F", stage, microbatch, slice_index)]
 
 
 class OpStarts(NamedTuple):

@@ -79,13 +79,13 @@ class Comparison(HtmlRepr):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, which: int | str) -> ScheduleRow:
-        if isinstance(which, int):
-            return self.rows[which]
-        row_found = next((row for row in self.rows if row.name == which), None)
-        if row_found is None:
-            raise KeyError(f"no row {which!r}; there are {', '.join(row.name for row in self.rows)}.")
-        return row_found
+    def __getitem__(self, key: int | str) -> ScheduleRow:
+        if isinstance(key, int):
+            return self.rows[key]
+        matching_row = next((row for row in self.rows if row.name == key), None)
+        if matching_row is None:
+            raise KeyError(f"no row {key!r}; there are {', '.join(row.name for row in self.rows)}.")
+        return matching_row
 
     def records(self) -> list[dict[str, str | float]]:
         """Return the rows as dicts without timelines, for `json` or a data frame."""
@@ -103,29 +103,19 @@ class Comparison(HtmlRepr):
         served = [row for row in self.rows if row.timeline is not None]
         sizes_differ = len({(row.ranks, row.microbatches) for row in served}) > 1
         heading = ["makespan", "span", "bubble", "bubble of span", "idle", "peak", "bound", "above"]
-        return [["schedule", *(["ranks", "microbatches"] if sizes_differ else []), *heading]] + [
-            [
-                row.name,
-                *([str(row.ranks), str(row.microbatches)] if sizes_differ else []),
-                f"{row.makespan:.6g}",
-                f"{row.span:.6g}",
-                f"{row.bubble:.1%}",
-                f"{row.bubble_span:.1%}",
-                f"{row.idle:.6g}",
-                format_amount(row.peak, row.timeline is not None and row.timeline.in_bytes),
-                f"{row.bound:.6g}",
-                f"{row.above:.1%}",
-            ]
-            for row in served
-        ]
+        table = [["schedule", *(["ranks", "microbatches"] if sizes_differ else []), *heading]]
+        for row in served:
+            sizes = [str(row.ranks), str(row.microbatches)] if sizes_differ else []
+            times = [f"{row.makespan:.6g}", f"{row.span:.6g}", f"{row.bubble:.1%}", f"{row.bubble_span:.1%}"]
+            peak = format_amount(row.peak, row.timeline is not None and row.timeline.in_bytes)
+            table.append([row.name, *sizes, *times, f"{row.idle:.6g}", peak, f"{row.bound:.6g}", f"{row.above:.1%}"])
+        return table
 
     def __str__(self) -> str:
         lines = align_columns(self.cells, [heading == "schedule" for heading in self.cells[0]])
         refused = [f"{row.name}: {row.refused}" for row in self.rows if row.refused]
-        return "\n".join(
-            (lines if len(lines) > 1 else [])
-            + [textwrap.fill(refusal, 100, subsequent_indent="  ") for refusal in refused]
-        )
+        refusals = [textwrap.fill(refusal, 100, subsequent_indent="  ") for refusal in refused]
+        return "\n".join((lines if len(lines) > 1 else []) + refusals)
 
     def __repr__(self) -> str:
         served = [row for row in self.rows if row.timeline is not None]
@@ -185,9 +175,8 @@ def compare(
         except ValueError as error:
             if len(makers) == 1:
                 raise
-            rows.append(
-                ScheduleRow(name, ranks, microbatches, refused=str(error).removeprefix(f"{name.partition(':')[0]}: "))
-            )
+            refusal = str(error).removeprefix(f"{name.partition(':')[0]}: ")
+            rows.append(ScheduleRow(name, ranks, microbatches, refused=refusal))
     return Comparison(tuple(rows))
 
 
@@ -222,20 +211,9 @@ def _measured_row(name: str, program: Program, costs_or_rule: Costs | Callable[[
     # `Costs` are those of a whole rank, and are divided; a function gives the costs of an op itself.
     costs = costs_or_rule(parts) if callable(costs_or_rule) else share_costs(costs_or_rule, parts, program.slices)
     timeline, lower_bounds = simulate(program, costs), bounds(program, costs)
-    return ScheduleRow(
-        name,
-        program.ranks,
-        program.microbatches,
-        timeline.makespan,
-        timeline.span,
-        timeline.bubble,
-        timeline.bubble_span,
-        timeline.idle,
-        max(timeline.peak),
-        lower_bounds.makespan,
-        lower_bounds.gap(timeline),
-        timeline=timeline,
-    )
+    times = (timeline.makespan, timeline.span, timeline.bubble, timeline.bubble_span, timeline.idle)
+    peak_and_bound = (max(timeline.peak), lower_bounds.makespan, lower_bounds.gap(timeline))
+    return ScheduleRow(name, program.ranks, program.microbatches, *times, *peak_and_bound, timeline=timeline)
 
 
 def share_costs(costs: Costs, parts: float, slices: int = 1) -> Costs:
@@ -257,9 +235,8 @@ def share_costs(costs: Costs, parts: float, slices: int = 1) -> Costs:
     costs_by_field = {field_name: getattr(costs, field_name) for field_name in SHARED_SECONDS}
     bytes_table = costs.bytes.bytes_by_name if isinstance(costs.bytes, NamedBytes) else costs.bytes
     sizes = cast("Mapping[str, PerStage]", bytes_table) if isinstance(bytes_table, Mapping) else {}
-    listed_field = next(
-        (name for name, amount in [*costs_by_field.items(), *sizes.items()] if isinstance(amount, Sequence)), None
-    )
+    amounts = [*costs_by_field.items(), *sizes.items()]
+    listed_field = next((name for name, amount in amounts if isinstance(amount, Sequence)), None)
     # A list has the costs of each stage, which says nothing about another number of stages.
     if listed_field is not None:
         raise ValueError(
@@ -267,9 +244,8 @@ def share_costs(costs: Costs, parts: float, slices: int = 1) -> Costs:
             "Use costs=lambda parts: Costs(...)."
         )
     seconds: dict[str, Any] = {name: amount / parts for name, amount in costs_by_field.items() if amount is not None}
-    parts_by_value = dict[str, float](dict.fromkeys(SHARED_BY_PARTS, parts)) | dict.fromkeys(
-        SHARED_BY_STAGES, parts / slices
-    )
+    parts_by_value: dict[str, float] = dict.fromkeys(SHARED_BY_PARTS, parts)
+    parts_by_value |= dict.fromkeys(SHARED_BY_STAGES, parts / slices)
     if sizes:
         own_sizes: dict[str, Any] = {
             name: cast("float", size) / parts_by_value[name] if name in parts_by_value else size

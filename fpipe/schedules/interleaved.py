@@ -83,9 +83,7 @@ def kimi_k2(ranks: int) -> Transform:
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5F1 5B0 5F2 5B1 5B2 2B0 2B1 2B2  .   .
     """
     # One forward more than `interleaved`, so that each backward meets a forward of another microbatch.
-    return in_rounds(
-        ranks, ranks, warm_up=lambda context, size: 2 * context.later_ranks + (context.chunks - 1) * size + 1
-    )
+    return in_rounds(ranks, ranks, lambda context, size: 2 * context.later_ranks + (context.chunks - 1) * size + 1)
 
 
 @published(

@@ -82,14 +82,8 @@ def with_options(text: str, more_options: Mapping[str, Any]) -> NamedSchedule:
         check_whole_number("stages", stages)
     # A factory with **options checks its own.
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    unknown_option = next(
-        (
-            name_given
-            for name_given in options
-            if name_given in size_names or (name_given not in parameters and not takes_any)
-        ),
-        None,
-    )
+    unknown = (key for key in options if key in size_names or (key not in parameters and not takes_any))
+    unknown_option = next(unknown, None)
     if unknown_option is not None:
         option_names = ", ".join([*(parameter for parameter in list(parameters)[1:] if parameter != "costs"), "stages"])
         raise ValueError(f"{name} has no option {unknown_option!r}; it has: {option_names}.")

@@ -10,12 +10,7 @@ from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.offload import offload
 
 
-@published(
-    "BPipe",
-    "Kim et al. 2023 (ICML), section 3",
-    idle="(p-1)T",
-    peak="min(m, p-r), ceil((p+2)/2) at most",
-)
+@published("BPipe", "Kim et al. 2023 (ICML), section 3", idle="(p-1)T", peak="min(m, p-r), ceil((p+2)/2) at most")
 def bpipe(ranks: int) -> Transform:
     """1F1B in which rank p-1-r lends memory to rank r, so that every rank holds about half the largest peak.
 

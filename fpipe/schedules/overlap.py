@@ -105,25 +105,19 @@ def _overlapping(ranks: int, chunks: int | None) -> Transform:
     return transform
 
 
-def _row_of_rank(
-    context: RankContext, chunk_stages: list[list[int]], exchange_stages: Collection[int]
-) -> Iterator[Cell]:
+def _row_of_rank(context: RankContext, chunks: list[list[int]], exchange_stages: Collection[int]) -> Iterator[Cell]:
     # The extra forward of the warm-up makes each pair one of two microbatches, on the last rank too.
     units: Sequence[Unit] = in_groups(context, context.ranks)
     warm_up = min(2 * context.later_ranks + (context.chunks - 1) * context.ranks + 1, len(units))
     for chunk, microbatch in units[:warm_up]:
-        yield from (
-            ("F", stage, microbatch, None) for stage in chunk_stages[chunk] if microbatch < context.microbatches
-        )
+        yield from (("F", stage, microbatch, None) for stage in chunks[chunk] if microbatch < context.microbatches)
     # A missing partner, in the drain or of a padded group, leaves its side of the pair empty.
     for turn, (chunk, backward_microbatch) in enumerate(units):
         forward_chunk, forward_microbatch = (
             units[warm_up + turn] if warm_up + turn < len(units) else (0, context.microbatches)
         )
-        forwards = chunk_stages[forward_chunk] if forward_microbatch < context.microbatches else []
-        backwards = (
-            chunk_stages[len(chunk_stages) - 1 - chunk][::-1] if backward_microbatch < context.microbatches else []
-        )
+        forwards = chunks[forward_chunk] if forward_microbatch < context.microbatches else []
+        backwards = chunks[len(chunks) - 1 - chunk][::-1] if backward_microbatch < context.microbatches else []
         yield from overlapped_cells(forwards, forward_microbatch, backwards, backward_microbatch, exchange_stages)
 
 

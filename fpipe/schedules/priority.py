@@ -89,10 +89,8 @@ def from_priority(
         list_order = list_schedule(ready.graph, ready.pick)
         if sum(map(len, list_order.rows)) < len(ready.ops):
             raise ProgramError(ready.explain_dead_end(list_order))
-        rows = [
-            [ready.ops[op_index].cell if ready.ops[op_index].parts else ready.ops[op_index][:4] for op_index in row]
-            for row in list_order.rows
-        ]
+        ops = ready.ops
+        rows = [[ops[i].cell if ops[i].parts else ops[i][:4] for i in row] for row in list_order.rows]
         return apply_table(program, rows, move=False)
 
     return transform
@@ -215,11 +213,8 @@ class _ReadyOps:
                 lines.append(f"rank {rank} {held_text} microbatches and has no room for {_first_cells(blocked_cells)}")
             if waiting_cells:
                 lines.append(f"rank {rank} may go on, but the key is inf for {_first_cells(waiting_cells)}")
-            remaining_ops = [
-                op_index
-                for op_index, op in enumerate(self.ops)
-                if op.rank == rank and op_index not in done_by_rank[rank]
-            ]
+            rank_ops = (op_index for op_index, op in enumerate(self.ops) if op.rank == rank)
+            remaining_ops = [op_index for op_index in rank_ops if op_index not in done_by_rank[rank]]
             if remaining_ops and not stuck:
                 cells = _first_cells([self.ops[op_index].cell for op_index in remaining_ops])
                 lines.append(f"rank {rank} waits for what {cells} reads")

@@ -63,10 +63,8 @@ class Schedule:
         (4, 12)
         """
         stages_and_count = ((stage_count, options.get(option)) for option, stage_count in self.stages_per.items())
-        return ranks * next(
-            (stage_count * count for stage_count, count in stages_and_count if isinstance(count, int)),
-            self.stages_per_rank,
-        )
+        stage_counts = (stages * count for stages, count in stages_and_count if isinstance(count, int))
+        return ranks * next(stage_counts, self.stages_per_rank)
 
     def program(self, ranks: int, microbatches: int, stages: int | None = None, **options: object) -> Program:
         """Return the program of one step of a plain chain of stages under this schedule, merged.

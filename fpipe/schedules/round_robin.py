@@ -125,10 +125,8 @@ def checked_plans(
         backward_plan = [tuple(range(forward_stages, stages)), *((stage,) for stage in reversed(range(forward_stages)))]
     if forward_plan is None:
         # 2) The default forward plan: as few even groups as hold at most three times the largest backward group.
-        forward_stages, largest_group = (
-            backward_plan[0][0] if backward_plan else 0,
-            FORWARDS_PER_BACKWARD * max(map(len, backward_plan), default=1),
-        )
+        forward_stages = backward_plan[0][0] if backward_plan else 0
+        largest_group = FORWARDS_PER_BACKWARD * max(map(len, backward_plan), default=1)
         count = -(-forward_stages // largest_group)
         forward_plan = [
             tuple(range(forward_stages * n // count, forward_stages * (n + 1) // count)) for n in range(count)

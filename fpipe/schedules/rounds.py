@@ -126,13 +126,8 @@ def framed_tables(
     if full_groups == 1:
         group_sizes += [[first_size, microbatches - first_size] for first_size in range(remainder + 1, group)]
     for forward_sizes in group_sizes:
-        ranking = places_in_rows(
-            placement,
-            group,
-            starts,
-            numbers_in_full_groups(forward_sizes, group),
-            numbers_in_full_groups(short_group_first, group),
-        )[: len(graph.needs)]
+        numbers = [numbers_in_full_groups(sizes, group) for sizes in (forward_sizes, short_group_first)]
+        ranking = places_in_rows(placement, group, starts, *numbers)[: len(graph.needs)]
         rows = rows_by_place(graph, ranking, stages * microbatches, caps)
         if sum(map(len, rows)) == len(ranking):
             yield [[key_of_op(op, microbatches, stages, kinds) for op in row] for row in rows]

@@ -239,11 +239,10 @@ def repeated_block(block: BlockTicks, ranks: int, cap: int, *, is_tight: bool) -
     def rows(program: Program, placement: list[int]) -> list[list[Key]]:
         microbatches = program.microbatches
         # The interval is 6 ticks: F, I and W of two chunks. A cap in microbatches is twice as many chunks.
-        block_rows = (
-            tightened_block_rows(block, 6, (1, 1), placement, microbatches)
-            if is_tight
-            else repeated_block_rows(block, 6, placement, microbatches)
-        )
+        if is_tight:
+            block_rows = tightened_block_rows(block, 6, (1, 1), placement, microbatches)
+        else:
+            block_rows = repeated_block_rows(block, 6, placement, microbatches)
         return fill_gaps_with_weights(block_rows, placement, 2 * cap)
 
     return from_rows("v", ranks, rows)
@@ -266,9 +265,8 @@ def zbv_row(rank: int, ranks: int, count: int) -> list[Key]:
         + [second_forward, second_input_grad, weight] * (ranks - rank)
     )
     # 3) Steady state: F, I and W of both chunks. 4) Drain: input gradients first, which others wait for, W last.
-    turns += [first_forward, first_input_grad, weight, second_forward, second_input_grad, weight] * max(
-        0, count - ranks
-    )
+    steady_turns = [first_forward, first_input_grad, weight, second_forward, second_input_grad, weight]
+    turns += steady_turns * max(0, count - ranks)
     turns += (
         [second_forward] * count
         + [first_input_grad, second_input_grad] * rank

@@ -130,16 +130,11 @@ def dualpipev(ranks: int, *, overlap: bool = True) -> Transform:
             chunks = stage_ranks("linear", program.stages, 2 * ranks)
             stages_by_chunk = stages_by_rank(chunks, 2 * ranks)
             exchange_stages, microbatches = exchanges_of(program), program.microbatches
-            rows = [
-                [
-                    *cells_of_turns(
-                        rank_turns(rank, ranks, microbatches, overlap),
-                        ((stages_by_chunk[rank], 0), (stages_by_chunk[~rank], 0)),
-                        exchange_stages,
-                    )
-                ]
-                for rank in range(ranks)
-            ]
+            rows: list[list[Cell]] = []
+            for rank in range(ranks):
+                turns = rank_turns(rank, ranks, microbatches, overlap)
+                directions = ((stages_by_chunk[rank], 0), (stages_by_chunk[~rank], 0))
+                rows.append([*cells_of_turns(turns, directions, exchange_stages)])
             return apply_table(program, rows, move=True)
 
     return transform
@@ -199,12 +194,9 @@ def cells_of_turns(
             yield from keys("W", *waiting_weights.popleft())
         elif kind == "FB":
             forward_microbatch, backward_microbatch = next(forwards[direction]), next(backwards[1 - direction])
+            forward_stages, backward_stages = directions[direction][0], directions[1 - direction][0][::-1]
             yield from overlapped_cells(
-                directions[direction][0],
-                forward_microbatch,
-                directions[1 - direction][0][::-1],
-                backward_microbatch,
-                exchange_stages,
+                forward_stages, forward_microbatch, backward_stages, backward_microbatch, exchange_stages
             )
         else:
             microbatch = next((forwards if kind == "F" else backwards)[direction])

@@ -12,12 +12,7 @@ from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import from_rows
 
 
-@published(
-    "ZB-H1 (ZB1P)",
-    "Qi et al. 2024 (ICLR), figure 3, top",
-    idle="(p-1)(F+B-W), m >= p",
-    peak="min(m, p)",
-)
+@published("ZB-H1 (ZB1P)", "Qi et al. 2024 (ICLR), figure 3, top", idle="(p-1)(F+B-W), m >= p", peak="min(m, p)")
 def zb_h1(ranks: int) -> Transform:
     """1F1B whose weight gradients wait and fill the drain: a third of the bubble, in the same memory.
 
@@ -73,10 +68,8 @@ def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
 
         return in_turn(warm_up, lag=lambda context: held_microbatches - 1 - warm_up(context))(program, placement)
 
-    published_order, searched = (
-        from_rows("linear", ranks, rows),
-        search_order("zb_h2", "linear", ranks, checked_costs(costs), max_held),
-    )
+    published_order = from_rows("linear", ranks, rows)
+    searched = search_order("zb_h2", "linear", ranks, checked_costs(costs), max_held)
     return as_transform(
         lambda program: (published_order if costs is None or program.microbatches >= max_held else searched)(program)
     )

@@ -228,10 +228,9 @@ class _Lanes:
                 transfers.append(transfer_by_send[sources[0]])
             # 1. Under a rule of messages `note_arrival` has set the start, and both ranks end with the transfer.
             if self.rule is not None and kind in ("SEND", "RECV"):
-                if kind == "SEND":
-                    ends[position] = self._run_meeting(op, starts, transfer_by_send, position)
-                else:
-                    ends[position] = ends[sources[0]]
+                is_send = kind == "SEND"
+                end = self._run_meeting(op, starts, transfer_by_send, position) if is_send else ends[sources[0]]
+                ends[position] = end
                 continue
             # 2. The op can start when all that it reads is on its rank.
             if kind == "RECV":
@@ -255,10 +254,8 @@ class _Lanes:
             else:
                 end = start
             starts[position], ends[position] = start, end
-        results: dict[tuple[Value, int], float] = {}
-        for output in program.outputs:
-            for home in output.homes:
-                results[output.value, home] = ready_at(output.value, program.writer[output.value], home)
+        pairs = ((output.value, home) for output in program.outputs for home in output.homes)
+        results = {(value, home): ready_at(value, program.writer[value], home) for value, home in pairs}
         return Iteration(starts, ends, transfers, results)
 
     def _simulation_order(self, request_time: Callable[[int], float]) -> Iterator[int]:
@@ -306,32 +303,28 @@ class _Lanes:
                 is_done[position] = True
                 runnable_ranks += ranks_waiting_for.pop(position, ())
 
-    def _run_meeting(
-        self, op: Op, reached_at: list[float], transfer_by_send: dict[int, Transfer], position: int
-    ) -> float:
+    def _run_meeting(self, op: Op, reached_at: list[float], transfer_by_send: dict[int, Transfer], send: int) -> float:
         """Run the transfer of a SEND that both ranks have reached, and return when it arrives."""
         assert self.rule is not None
-        recv_position = self.recv_by_send[position]
+        recv_position = self.recv_by_send[send]
         rank, target = op.rank, self.program.ops[recv_position].rank
         # A communicator runs one message of a rank at a time, so the transfer waits for the queues of both ranks.
         queues = [(end_rank, self.rule.communicator(rank, target)) for end_rank in (rank, target)]
         queues_free_at = max(self.queue_free_at[queue] for queue in queues)
-        departure = max(reached_at[position], reached_at[recv_position], queues_free_at)
+        departure = max(reached_at[send], reached_at[recv_position], queues_free_at)
         departure, link_free_at = self._occupy_link(op, target, departure)
         arrival = link_free_at + self.latency(rank, target)
         self.queue_free_at.update(dict.fromkeys(queues, arrival))
         if self.rule.is_blocking:  # both ranks stay until the value has arrived
             for end_rank in (rank, target):
                 self.last_start[end_rank] = self.free_at[end_rank] = arrival
-        transfer_by_send[position] = Transfer(op.reads[0], rank, target, departure, arrival)
+        transfer_by_send[send] = Transfer(op.reads[0], rank, target, departure, arrival)
         return arrival
 
-    def _run_send(
-        self, op: Op, ready: float, transfer_by_send: dict[int, Transfer], position: int
-    ) -> tuple[float, float]:
+    def _run_send(self, op: Op, ready: float, transfer_by_send: dict[int, Transfer], send: int) -> tuple[float, float]:
         """Run the transfer of a SEND that waits for nobody, and return the start and end of the SEND."""
-        rank, target, value = op.rank, self.program.ops[self.recv_by_send[position]].rank, op.reads[0]
-        seconds, is_busy = self.seconds[position], self.costs.sender == "busy"
+        rank, target, value = op.rank, self.program.ops[self.recv_by_send[send]].rank, op.reads[0]
+        seconds, is_busy = self.seconds[send], self.costs.sender == "busy"
         start = max(ready, self.last_start[rank]) if self.sends_are_placed else ready
         # A SEND that takes time, or whose sender is busy until it arrives, is work of the main lane.
         if seconds or is_busy:
@@ -342,7 +335,7 @@ class _Lanes:
             start = departure
         if seconds or is_busy:
             self.last_start[rank], self.free_at[rank] = start, arrival if is_busy else start + seconds
-        transfer_by_send[position] = Transfer(value, rank, target, departure, arrival)
+        transfer_by_send[send] = Transfer(value, rank, target, departure, arrival)
         return start, arrival if is_busy else end
 
     def _occupy_link(self, op: Op, target: int, ready: float) -> tuple[float, float]:

@@ -171,6 +171,7 @@ class CauseFinder:
 
     def _launch_time(self, event: int, lane: str) -> float:
         """Return when a main op launches the ops behind it that run on another lane."""
+        # A collective starts between two main ops, a copy during one.
         return self.events[event].end if lane == "wire" else self.events[event].start
 
     def _event_of(self, position: int, event: int) -> int:
@@ -286,9 +287,8 @@ class CauseFinder:
                 rows[op.rank].append((start, end, event))
         for event, (op, start, end) in enumerate(self.events):
             if start < makespan and self.seconds_by_kind.get(op.kind):
-                rows[op.rank].append(
-                    (start, start + self.send_seconds if op.kind == "SEND" and not self.sender_is_busy else end, event)
-                )
+                is_buffered = op.kind == "SEND" and not self.sender_is_busy
+                rows[op.rank].append((start, start + self.send_seconds if is_buffered else end, event))
         if self.sender_waits and not self.send_seconds:
             for (rank, _), transfer in self.transfer_by_end.items():
                 rows[rank].append((transfer.start, transfer.end, None))
@@ -397,13 +397,11 @@ def earliest_starts(waits: Sequence[OpWaits], seconds: Sequence[float]) -> list[
     return starts
 
 
-def shortest_tails(
-    waits: Sequence[OpWaits], seconds: Sequence[float], is_work_by_position: Sequence[bool]
-) -> list[float]:
+def shortest_tails(waits: Sequence[OpWaits], seconds: Sequence[float], works: Sequence[bool]) -> list[float]:
     """Return the least seconds from the end of each op to the end of the last work that needs it."""
     tails = [float("-inf")] * len(seconds)  # -inf: no work needs it yet, which sums keep
     for position in reversed(range(len(seconds))):
-        seconds_left = max(tails[position], 0.0) if is_work_by_position[position] else tails[position]
+        seconds_left = max(tails[position], 0.0) if works[position] else tails[position]
         for source, travel in waits[position]:
             if source >= 0:
                 tails[source] = max(tails[source], travel + seconds[position] + seconds_left)

@@ -199,11 +199,8 @@ def refuse_updated(program: Program, transform: str = "") -> None:
 
 def homes_of(program: Program) -> dict[int, tuple[int, ...]]:
     """Return the ranks where each stage's parameters live."""
-    return {
-        program_input.value.stage: program_input.homes
-        for program_input in program.inputs
-        if program_input.value.name in PARAMETERS and program_input.value.stage is not None
-    }
+    parameters = (end for end in program.inputs if end.value.name in PARAMETERS)
+    return {end.value.stage: end.homes for end in parameters if end.value.stage is not None}
 
 
 def place_by_data(

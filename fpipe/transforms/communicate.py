@@ -139,9 +139,7 @@ def listed_names(argument_name: str, argument: Any) -> tuple[str, ...]:
 
 def check_names(argument_name: str, names: Iterable[str], program: Program, optional_names: Iterable[str] = ()) -> None:
     """Raise ProgramError for a name that no value of the program has and that is not in `optional_names`."""
-    value_names = {program_input.value.name for program_input in program.inputs} | {
-        value.name for op in program.ops for value in op.writes
-    }
+    value_names = {end.value.name for end in program.inputs} | {value.name for op in program.ops for value in op.writes}
     for name in names:
         if name not in value_names and name not in optional_names:
             raise ProgramError(

@@ -64,9 +64,8 @@ def data_parallel(axis: str = "dp") -> Transform:
         refuse_updated(program, "data_parallel")
         if axes and (len(axes) > 1 or not any(op.kind == "SCATTER" for op in program.ops)):
             refuse_third_axis(axes, axis)
-        return place_and_rebuild(
-            program, *(reduce_nested(program, axis, *axes) if axes else reduce_results(program, axis))
-        )
+        reduced = reduce_nested(program, axis, *axes) if axes else reduce_results(program, axis)
+        return place_and_rebuild(program, *reduced)
 
     return transform
 

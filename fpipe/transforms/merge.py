@@ -147,7 +147,7 @@ def _join_slices(program: Program, outputs: Iterable[Output]) -> tuple[list[Outp
 
 
 def _sequence_options(program: Program) -> tuple[tuple[str, object], ...]:
-    """Return the options by which SPLIT cuts sequences into slices, which join them too; none where there are none."""
+    """Return the options by which SPLIT cuts sequences, which a MERGE needs to join them; () without slices."""
     options = next((op.how for op in program.ops if op.kind == "SPLIT" and op.slice is not None), ())
     return tuple((option, value) for option, value in options if option in ("slices", "dim"))
 

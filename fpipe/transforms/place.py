@@ -88,17 +88,15 @@ def checked_homes(program: Program, homes: Homes | None) -> dict[int, tuple[int,
         return {}
     if not callable(homes) and not isinstance(homes, Mapping):
         raise TypeError(f"homes is {{stage: ranks}} or f(stage) -> ranks; found {homes!r}.")
-    homes_argument = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes
-    for stage in homes_argument:
+    argument = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes
+    for stage in argument:
         if type(stage) is not int or not 0 <= stage < program.stages:
             raise ProgramError(f"homes names stage {stage!r}; this program has stages 0..{program.stages - 1}.")
-    ranks_by_stage = {
-        stage: tuple(home) if isinstance(home, Iterable) else (home,) for stage, home in homes_argument.items()
-    }
+    ranks_by_stage = {stage: tuple(home) if isinstance(home, Iterable) else (home,) for stage, home in argument.items()}
     for stage, ranks in ranks_by_stage.items():
         if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
             rule = "a home is a rank from 0, or several of them"
-            raise ProgramError(f"homes gives stage {stage} {homes_argument[stage]!r}; {rule}.")
+            raise ProgramError(f"homes gives stage {stage} {argument[stage]!r}; {rule}.")
     return {stage: tuple(sorted(ranks)) for stage, ranks in ranks_by_stage.items()}
 
 

@@ -216,9 +216,8 @@ class _CellFinder:
         return [self.ops[old] for old in kept], [[new_by_old[position] for position in row] for row in rows]
 
     def refuse_unnamed(self) -> None:
-        first_unnamed = min(
-            (position for column in self.unnamed.values() for position in column.values()), default=None
-        )
+        unnamed = (position for column in self.unnamed.values() for position in column.values())
+        first_unnamed = min(unnamed, default=None)
         if first_unnamed is not None:
             raise ProgramError(self.explain_missing(self.ops[first_unnamed][:4]))
         self.unnamed.clear()  # of a million ops the empty columns keep 40 MB
@@ -227,12 +226,11 @@ class _CellFinder:
             if op.kind in self.named_optional_kinds:
                 raise ProgramError(f"the table names some {op.kind} but not {op.cell}: name all of them, or none.")
 
-    @cached_property
+    @cached_property  # only for errors
     def program_keys(self) -> set[Key]:
         return {op[:4] for op in parts_of(self.program.ops) if op.kind in scheduled_kinds() or op.kind == "R"}
 
     def explain_unknown(self, key: Key) -> str:
-        """Explain why no op, or none that is left, has this key."""
         kind, stage, microbatch, _ = key
         stages, microbatches = self.program.stages, self.program.microbatches
         cell, full_backward = cell_of(key), ("B", *key[1:])
@@ -255,11 +253,8 @@ class _CellFinder:
     def explain_missing(self, key: Key) -> str:
         """Explain which op the table leaves out, by the ops of the same stage and microbatch that it names."""
         kind, stage, microbatch, _ = key
-        unnamed = {
-            (unnamed_kind, unnamed_stage, unnamed_microbatch, slice_index)
-            for (unnamed_kind, unnamed_stage, slice_index), column in self.unnamed.items()
-            for unnamed_microbatch in column
-        }
+        columns = self.unnamed.items()
+        unnamed = {(kind, stage, i, slice_index) for (kind, stage, slice_index), column in columns for i in column}
         named = self.program_keys - unnamed
         forward, other_half = ("F", *key[1:]), ("W" if kind == "I" else "I", *key[1:])
         cell, cell_of_half = cell_of(key), cell_of(other_half)

@@ -63,7 +63,7 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
             return program
         _refuse(program)
         ops = [slice_op for op in program.ops for slice_op in _slice_op(op, slices, options)]
-        outputs = tuple(slice_op for end in program.outputs for slice_op in _slice_output(end, slices))
+        outputs = tuple(part for output in program.outputs for part in _slice_output(output, slices))
         return rebuild(program, ops, outputs=outputs)
 
     return transform

@@ -185,10 +185,11 @@ class _Columns:
         return self._rows([self.column(value)[1] for value in op.reads])
 
     def _rows(self, columns: Sequence[Sequence[_T]]) -> Iterable[tuple[_T, ...]]:
+        # An op without reads has no columns, and still an empty row for each microbatch.
         return zip(*columns, strict=True) if columns else repeat((), self.count)
 
     def outputs(self, output: Output) -> Iterable[Output]:
-        """Return the column of an output; of a state only the last."""
+        """Return an output for each microbatch; of a module state only the last, which contains all updates."""
         (name, stage, _, _, port, _), value, homes = output
         values, _ = self.column(value)
         if name == "state":

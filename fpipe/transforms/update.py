@@ -31,10 +31,7 @@ from fpipe.transforms.communicate import communicate, without_frees
 
 _Options = tuple[tuple[str, Any], ...]
 _SCALE_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-_REFUSED = {
-    "LBFGS": "calls the loss again and again within a step",
-    "SparseAdam": "is of sparse gradients",
-}
+_REFUSED = {"LBFGS": "calls the loss again and again within a step", "SparseAdam": "is of sparse gradients"}
 _RESERVED_SETTINGS = ("by", "clip", "groups")
 _LR, _SCALE, _NORM = Value("lr"), Value("scale"), "norm"
 
