@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
 from importlib.util import find_spec
 from itertools import pairwise
@@ -19,7 +19,7 @@ from fpipe.finding.local_search import LocalSearch
 from fpipe.finding.op_facts import placed_ops
 from fpipe.finding.pool import Contender, contenders_of
 from fpipe.finding.problem import SearchProblem
-from fpipe.finding.tasks import Rows, Tasks
+from fpipe.finding.tasks import Rows, Tasks, TrackStep
 
 MAX_OPS_ASKED = 800
 """solver="auto" asks the solver up to so many ops: above, it finds and proves nothing within a minute."""
@@ -45,123 +45,166 @@ def solve(
     """Let the solver improve a contender for some seconds; `report` is called with each better value and the bound."""
     from ortools.sat.python import cp_model
 
+    order_model = _OrderModel(cp_model.CpModel(), contender, problem.objective)
+    unit = order_model.unit
+
     class Listener(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
             report(self.objective_value * unit, self.best_objective_bound * unit)
 
-    tasks, caps, objective, start_rows = contender.tasks, contender.limits, problem.objective, contender.rows
-
-    # 1) Time in integers. If durations have no common unit, they are rounded down, so that the bound stays a bound.
-    #    `horizon` is the latest end of anything: the start order's makespan, with a tick an op for rounding; for the
-    #    span, by how much a start may be put off; and all exchanges.
-    is_exact, unit = _ticks(tasks)
-    times = tasks.play([tasks.ops_of_row(row) for row in start_rows])
-    horizon = math.ceil(times.makespan / unit) + len(tasks.ops)
-    if objective == "span":
-        horizon += math.ceil(max(map(len, start_rows)) * max(tasks.seconds) / unit)
-    on_exchange_lane = tasks.on_exchange_lane or [False for _ in tasks.ops]
-    horizon += math.ceil(
-        sum(seconds for seconds, is_exchange in zip(tasks.seconds, on_exchange_lane, strict=True) if is_exchange) / unit
-    )
-    model: Any = cp_model.CpModel()
-    durations = [
-        math.floor(seconds / unit + 1e-9) if not is_exact else round(seconds / unit) for seconds in tasks.seconds
-    ]
-    # 2) Data: an op starts when what it reads has arrived.
-    starts = [model.new_int_var(0, horizon, f"s{index}") for index in range(len(durations))]
-    ends = [begin + length for begin, length in zip(starts, durations, strict=True)]
-    arrivals: list[list[tuple[int, int]]] = []
-    for index, needs in enumerate(tasks.needs):
-        arrivals.append([(source, math.floor(delay / unit + 1e-9)) for source, delay in needs])
-        for source, delay in arrivals[-1]:
-            model.add(starts[index] >= (ends[source] if source >= 0 else 0) + delay)
-    # 3) Ranks: steps do not overlap, nor do exchanges on their lane. A step of several ops, an R and its reader, is one
-    #    interval of variable length. The steps of a track keep their order, which removes symmetric solutions.
-    for row in start_rows:
-        steps: list[Any] = []
-        exchanges: list[Any] = []
-        for track in dict.fromkeys(row):
-            for microbatch, step in enumerate(tasks.tracks[track]):
-                first_op, last_op = step[0], step[-1]
-                if len(step) == 1:
-                    if durations[first_op] or not on_exchange_lane[first_op]:
-                        interval = model.new_fixed_size_interval_var(
-                            starts[first_op], durations[first_op], f"i{first_op}"
-                        )
-                        (exchanges if on_exchange_lane[first_op] else steps).append(interval)
-                else:
-                    length = model.new_int_var(0, horizon, f"l{first_op}")
-                    steps.append(model.new_interval_var(starts[first_op], length, ends[last_op], f"i{first_op}"))
-                    for op, next_op in pairwise(step):
-                        model.add(starts[next_op] >= ends[op])
-                if microbatch:
-                    model.add(starts[first_op] >= ends[tasks.tracks[track][microbatch - 1][-1]])
-        model.add_no_overlap(steps)
-        model.add_no_overlap(exchanges)
-    # 4) Memory: CP-SAT counts integers, so bytes are rounded in thousandths of the largest residual.
-    for rank, rank_residuals in enumerate(tasks.residuals):
-        residuals = [
-            (maker, dropper, size)
-            for maker, dropper, size in rank_residuals
-            if not (on_exchange_lane[maker] or on_exchange_lane[dropper])
-        ]
-        sizes = [size for *_, size in residuals]
-        if sum(sizes) > caps[rank]:
-            residual_intervals: list[Any] = []
-            for maker, dropper, _ in residuals:
-                length = model.new_int_var(durations[maker], horizon, f"h{maker}")
-                residual_intervals.append(model.new_interval_var(starts[maker], length, ends[dropper], f"r{maker}"))
-            residual_unit = 1.0 if all(map(float.is_integer, sizes)) else max(sizes) / 1000
-            sizes_in_units = [math.ceil(size / residual_unit - 1e-9) for size in sizes]
-            model.add_cumulative(residual_intervals, sizes_in_units, math.floor(caps[rank] / residual_unit + 1e-9))
-    # 5) The objective: the last end of any rank, or the longest span.
-    value = model.new_int_var(0, horizon, "value")
-    for row in start_rows:
-        last_end = model.new_int_var(0, horizon, "last")
-        work = [track for track in dict.fromkeys(row) if not on_exchange_lane[tasks.tracks[track][0][0]]]
-        final_ops = [tasks.tracks[track][-1][-1] for track in work]
-        model.add_max_equality(last_end, [ends[index] for index in final_ops])
-        if objective == "makespan":
-            model.add(value >= last_end)
-            continue
-        first_start = model.new_int_var(0, horizon, "begun")
-        model.add_min_equality(first_start, [starts[tasks.tracks[track][0][0]] for track in work])
-        model.add(value >= last_end - first_start)
-        # A schedule runs ops as early as it can, so a rank cannot shorten its span by starting late. If every track of
-        # the rank needs the first op, that op starts as soon as it can; say so if its start is one known end.
-        first_op = tasks.tracks[work[0]][0][0]
-        if all(
-            tasks.tracks[track][0][0] == first_op or tasks.follows(tasks.tracks[track][0][0], first_op)
-            for track in work
-        ):
-            needs = arrivals[first_op]
-            if len(needs) == 1 and needs[0][0] >= 0:
-                model.add(starts[first_op] == ends[needs[0][0]] + needs[0][1])
-            elif not needs:
-                model.add(starts[first_op] == 0)
-    model.minimize(value)
-
-    # 6) Solve from the contender's order as a hint, and read the rows off the start times.
-    for index, end in enumerate(times.ends[:-1]):
-        model.add_hint(starts[index], round((end - tasks.seconds[index]) / unit))
     solver: Any = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = SOLVER_THREADS
     solver.parameters.random_seed = problem.seed
-    status = solver.solve(model, Listener())
+    status = solver.solve(order_model.model, Listener())
     bound = max(0.0, solver.best_objective_bound) * unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, bound)
-    start_ticks = [solver.value(start) for start in starts]
-    rows: Rows = []
-    for row in start_rows:
-        timed_steps = [
-            (start_ticks[step[0]], start_ticks[step[-1]] + durations[step[-1]], step, track)
-            for track in set(row)
-            for step in tasks.tracks[track]
+    return Answer(order_model.rows_at([solver.value(start) for start in order_model.starts]), bound)
+
+
+class _OrderModel:
+    """The model of all orders of a contender's tasks on its ranks, with times in ticks of `unit` seconds.
+
+    `starts` and `ends` are the variables of each op, `value` is what the solver minimizes.
+    """
+
+    def __init__(self, model: Any, contender: Contender, objective: str) -> None:
+        self.model, self.tasks, self.rows = model, contender.tasks, contender.rows
+        self.on_exchange_lane = self.tasks.on_exchange_lane or [False for _ in self.tasks.ops]
+        is_exact, self.unit = _ticks(self.tasks)
+        # If durations have no common unit, they are rounded down, so that the bound stays a bound.
+        self.durations = [
+            round(seconds / self.unit) if is_exact else self._whole_ticks(seconds) for seconds in self.tasks.seconds
         ]
-        rows.append([track for *_, track in sorted(timed_steps)])
-    return Answer(rows, bound)
+        played = self.tasks.play([self.tasks.ops_of_row(row) for row in self.rows])
+        self.horizon = self._latest_end(played.makespan, objective)
+        self.starts = [self._new_time(f"s{op}") for op in range(len(self.durations))]
+        self.ends = [start + duration for start, duration in zip(self.starts, self.durations, strict=True)]
+        self._wait_for_data()
+        for row in self.rows:
+            self._forbid_overlap(row)
+        for rank, residuals in enumerate(self.tasks.residuals):
+            self._limit_residuals(residuals, contender.limits[rank])
+        self.value = self._new_time("value")
+        for row in self.rows:
+            self._add_rank_value(row, objective)
+        model.minimize(self.value)
+        for op, end in enumerate(played.ends[:-1]):
+            model.add_hint(self.starts[op], round((end - self.tasks.seconds[op]) / self.unit))
+
+    def rows_at(self, start_ticks: list[int]) -> Rows:
+        """Return the rows in which the ops start at these times."""
+        rows: Rows = []
+        for row in self.rows:
+            timed_steps = [
+                (start_ticks[step[0]], start_ticks[step[-1]] + self.durations[step[-1]], step, track)
+                for track in set(row)
+                for step in self.tasks.tracks[track]
+            ]
+            rows.append([track for *_, track in sorted(timed_steps)])
+        return rows
+
+    def _whole_ticks(self, seconds: float) -> int:
+        return math.floor(seconds / self.unit + 1e-9)
+
+    def _new_time(self, name: str, earliest: int = 0) -> Any:
+        return self.model.new_int_var(earliest, self.horizon, name)
+
+    def _latest_end(self, makespan: float, objective: str) -> int:
+        """Return a time at which everything has ended in some best order.
+
+        That is the start order's makespan, with a tick an op for rounding; for the span, by how much a start may be put
+        off; and all exchanges.
+        """
+        tasks, unit = self.tasks, self.unit
+        latest_end = math.ceil(makespan / unit) + len(tasks.ops)
+        if objective == "span":
+            latest_end += math.ceil(max(map(len, self.rows)) * max(tasks.seconds) / unit)
+        lanes = zip(tasks.seconds, self.on_exchange_lane, strict=True)
+        return latest_end + math.ceil(sum(seconds for seconds, is_exchange in lanes if is_exchange) / unit)
+
+    def _wait_for_data(self) -> None:
+        """Let each op start when what it reads has arrived."""
+        self.arrivals = [[(source, self._whole_ticks(delay)) for source, delay in needs] for needs in self.tasks.needs]
+        for op, arrivals in enumerate(self.arrivals):
+            for source, delay in arrivals:
+                self.model.add(self.starts[op] >= (self.ends[source] if source >= 0 else 0) + delay)
+
+    def _forbid_overlap(self, row: Sequence[int]) -> None:
+        """Forbid that steps of a rank overlap, or exchanges on their lane.
+
+        The steps of a track keep their order, which removes symmetric solutions.
+        """
+        steps: list[Any] = []
+        exchanges: list[Any] = []
+        for track in dict.fromkeys(row):
+            last_op_before = None
+            for step in self.tasks.tracks[track]:
+                is_exchange = len(step) == 1 and self.on_exchange_lane[step[0]]
+                if self.durations[step[0]] or not is_exchange:
+                    (exchanges if is_exchange else steps).append(self._interval_of(step))
+                if last_op_before is not None:
+                    self.model.add(self.starts[step[0]] >= self.ends[last_op_before])
+                last_op_before = step[-1]
+        self.model.add_no_overlap(steps)
+        self.model.add_no_overlap(exchanges)
+
+    def _interval_of(self, step: TrackStep) -> Any:
+        """Return the interval of a step: of several ops, an R and its reader, it has a variable length."""
+        first_op, last_op = step[0], step[-1]
+        if len(step) == 1:
+            return self.model.new_fixed_size_interval_var(
+                self.starts[first_op], self.durations[first_op], f"i{first_op}"
+            )
+        length = self._new_time(f"l{first_op}")
+        interval = self.model.new_interval_var(self.starts[first_op], length, self.ends[last_op], f"i{first_op}")
+        for op, next_op in pairwise(step):
+            self.model.add(self.starts[next_op] >= self.ends[op])
+        return interval
+
+    def _limit_residuals(self, residuals: Sequence[tuple[int, int, float]], limit: float) -> None:
+        """Let the residuals that a rank holds at once fit its limit, without those of exchanges."""
+        residuals = [
+            (maker, dropper, size)
+            for maker, dropper, size in residuals
+            if not (self.on_exchange_lane[maker] or self.on_exchange_lane[dropper])
+        ]
+        sizes = [size for *_, size in residuals]
+        if sum(sizes) <= limit:
+            return
+        intervals: list[Any] = []
+        for maker, dropper, _ in residuals:
+            length = self._new_time(f"h{maker}", earliest=self.durations[maker])
+            intervals.append(self.model.new_interval_var(self.starts[maker], length, self.ends[dropper], f"r{maker}"))
+        # CP-SAT counts integers, so bytes are rounded in thousandths of the largest residual.
+        size_unit = 1.0 if all(map(float.is_integer, sizes)) else max(sizes) / 1000
+        sizes_in_units = [math.ceil(size / size_unit - 1e-9) for size in sizes]
+        self.model.add_cumulative(intervals, sizes_in_units, math.floor(limit / size_unit + 1e-9))
+
+    def _add_rank_value(self, row: Sequence[int], objective: str) -> None:
+        """Let the value be no less than the last end of a rank, or than its span."""
+        tracks = [self.tasks.tracks[track] for track in dict.fromkeys(row)]
+        tracks = [steps for steps in tracks if not self.on_exchange_lane[steps[0][0]]]
+        first_ops = [steps[0][0] for steps in tracks]
+        last_end = self._new_time("last")
+        self.model.add_max_equality(last_end, [self.ends[steps[-1][-1]] for steps in tracks])
+        if objective == "makespan":
+            self.model.add(self.value >= last_end)
+            return
+        first_start = self._new_time("begun")
+        self.model.add_min_equality(first_start, [self.starts[op] for op in first_ops])
+        self.model.add(self.value >= last_end - first_start)
+        # A schedule runs ops as early as it can, so a rank cannot shorten its span by starting late. If every track of
+        # the rank needs the first op, that op starts as soon as it can; say so if its start is one known end.
+        first_op = first_ops[0]
+        if all(op == first_op or self.tasks.follows(op, first_op) for op in first_ops):
+            arrivals = self.arrivals[first_op]
+            if len(arrivals) == 1 and arrivals[0][0] >= 0:
+                ((source, delay),) = arrivals
+                self.model.add(self.starts[first_op] == self.ends[source] + delay)
+            elif not arrivals:
+                self.model.add(self.starts[first_op] == 0)
 
 
 def _ticks(tasks: Tasks) -> tuple[bool, float]:
