@@ -149,7 +149,6 @@ class _Lowering:
         self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.written_params - fully_read}
 
     def assemble(self, program: Program, inputs: Mapping[Value, AbstractTree]) -> Lowered:
-        """Make all instructions, and number the slots in the order in which they are filled."""
         unnumbered = [
             self.instruction_of(position, op)
             for position, op in enumerate(self.ops)
@@ -200,7 +199,6 @@ class _Lowering:
         )
 
     def instruction_of(self, position: int, op: Op) -> _NamedInstruction:
-        """Return the instruction of an op and of the ADDs that are folded into it."""
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FRBI" else ()  # a backward may run the forward once more
@@ -228,55 +226,78 @@ class _Lowering:
         return _NamedInstruction(run, reads, shared, (self.ops[position], *extra), tuple(writes), dead)
 
     def graph_instruction(self, position: int, op: Op) -> _NamedInstruction:
-        """Return the instruction that runs a part of a stage's graph."""
-        cut, adds = self.shapes.cuts[op[1:4]], self.folds.sums.adds.get(position, {})
-        recipe = self.recipe_of(position, op)
+        """Return the instruction that runs a part of a stage's graph.
+
+        The graph reads and writes labels, such as "x" and "y". Here each label gets its value of this microbatch.
+        """
+        cut, recipe = self.shapes.cuts[op[1:4]], self.recipe_of(position, op)
         # 1. The code. Ops with one cut and recipe, such as the microbatches of a stage, share it.
         code = cut.graph.compute_once(
             (cut, recipe), lambda: generate_code(cut, recipe, f"{op.kind} of stage {op.stage}")
         )
-        graph, run = code.graph, code.run
+        graph = code.graph
         self.parts[op] = graph
-        if isinstance(run, Kernel):
-            self.to_compile[op] = run
-        # 2. What the labels of the graph stand for in this microbatch. A folded ADD reads and writes "total".
+        if isinstance(code.run, Kernel):
+            self.to_compile[op] = code.run
+        # 2. What it reads and writes. A folded ADD reads and writes the label of its sum.
+        adds = self.folds.sums.adds.get(position, {})
         add_by_label = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
+        read_by_label = self.names_of_reads(op, code, recipe)
+        read_by_label |= {label: add.reads[0] for label, add in add_by_label.items()}
+        written_by_label = {label_of(value): value for value in self.folds.direct_writes(position)}
+        written_by_label |= {label: add.writes[0] for label, add in add_by_label.items()}
+        reads = [read_by_label[label] for label in graph.reads]
+        for value, leaf_names in zip(reads, graph.reads.values(), strict=True):
+            if value in self.read_leaves:
+                self.read_leaves[value].update(k for k, name in enumerate(leaf_names) if name is not None)
+        # 3. What goes around the code: inputs that it computes from what it reads, and dropped parameters.
+        run = self.code_with_computed_inputs(op, code)
+        if recipe.params_are_received:
+            run, reads = self.code_with_dropped_params(position, run, reads)
+        writes = [written_by_label[label] for label in graph.writes]
+        return self.named_instruction(position, run, reads, writes, [*add_by_label.values()])
+
+    def names_of_reads(self, op: Op, code: Code, recipe: Recipe) -> dict[str, Any]:
+        """Return the name of a slot for each label that the graph of an op reads, except its sums."""
         name_by_label: dict[str, Any] = {**reads_by_label(op)}
-        name_by_label |= {label: add.reads[0] for label, add in add_by_label.items()}
-        if "dloss" in graph.reads:
-            scale = next((value for value in op.reads if value.name == "scale"), None)
+        if "dloss" in code.graph.reads:
+            scale = _loss_scale_of(op)
             name_by_label["dloss"] = self.weight_constant(op) if scale is None else scale
-            if scale is not None:
-                run = with_scale(run, [*graph.reads].index("dloss"), _full_tensor(*self.loss_cotangent(op)))
         if recipe.params_are_received:
             name_by_label["const"] = Value("const", op.stage)
-        if GENERATORS in graph.reads:
+        if GENERATORS in code.graph.reads:
             name_by_label[GENERATORS] = KEY
+        if "ready" in code.graph.reads:
+            name_by_label["ready"] = self.prepared_views(op, code)
+        return name_by_label
+
+    def code_with_computed_inputs(self, op: Op, code: Code) -> Callable[..., Any]:
+        """Return an op's code, with the loss's cotangent in place of a loss scale, and generators in place of a key."""
+        run, labels = code.run, [*code.graph.reads]
+        if "dloss" in labels and _loss_scale_of(op) is not None:
+            run = with_scale(run, labels.index("dloss"), _full_tensor(*self.loss_cotangent(op)))
+        if GENERATORS in labels:
             context, stage = self.shapes.context, op.stage or 0
             self.first_drawing_stage = stage if self.first_drawing_stage is None else self.first_drawing_stage
             coordinates = (stage, context.number(op), op.slice)
-            key_index = [*graph.reads].index(GENERATORS)
-            run = with_generators(run, key_index, graph.generator_devices, coordinates, context.step_of(op))
-        if "ready" in graph.reads:
-            name_by_label["ready"] = self.prepared_views(op, code)
-        reads = [name_by_label[label] for label in graph.reads]
-        for value, names in zip(reads, graph.reads.values(), strict=True):
-            if value in self.read_leaves:
-                self.read_leaves[value].update(k for k, name in enumerate(names) if name is not None)
-        # 3. Code leaves parameters as they are, as it has to where a step's own are read again. Parameters that a RECV,
-        #    a GATHER or an UPDATE has written are dropped by whoever reads them last, even if its graph does not.
-        if recipe.params_are_received:
-            read_count, last_reads = len(reads), {*self.folds.dead.get(position, ())}
-            reads += [value for value in op.reads if value in last_reads & self.written_params and value not in reads]
-            dropped = [k for k, value in enumerate(reads) if value in last_reads & self.transferred]
-            run = with_drops(run, read_count, dropped) if dropped else run
-        value_by_label = {label_of(value): value for value in self.folds.direct_writes(position)}
-        value_by_label |= {label: add.writes[0] for label, add in add_by_label.items()}
-        writes = [value_by_label[label] for label in graph.writes]
-        return self.named_instruction(position, run, reads, writes, [self.ops[add] for add in adds.values()])
+            devices, step = code.graph.generator_devices, context.step_of(op)
+            run = with_generators(run, labels.index(GENERATORS), devices, coordinates, step)
+        return run
+
+    def code_with_dropped_params(
+        self, position: int, run: Callable[..., Any], reads: Sequence[Any]
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Return an op's code that empties the parameters that it is the last to read, and all that it then reads."""
+        # Code empties the lists that it reads, but not those of parameters: a step's arguments are read all step long.
+        # Those that a RECV, a GATHER or an UPDATE writes would stay in memory until the step ends, so their last reader
+        # drops them. This may be an op whose graph reads none of their leaves: then it reads them only to drop them.
+        last_reads = {*self.folds.dead.get(position, ())}
+        only_dropped = (last_reads & self.written_params) - {*reads}
+        all_reads = [*reads, *(value for value in self.ops[position].reads if value in only_dropped)]
+        dropped = [k for k, value in enumerate(all_reads) if value in last_reads & self.transferred]
+        return with_drops(run, len(reads), dropped) if dropped else run, all_reads
 
     def recipe_of(self, position: int, op: Op) -> Recipe:
-        """Return the properties of an op that decide its code."""
         copied_leaves = self.folds.sums.copied
         return Recipe(
             kind=op.kind if op.kind in "BIW" else "F",
@@ -345,6 +366,10 @@ class _Lowering:
             if any(leaf.storage in self.external_storages for leaf in facts if not leaf.aval.shape):
                 return lambda *lists: run(*map(as_distinct, lists))
         return run
+
+
+def _loss_scale_of(op: Op) -> Value | None:
+    return next((value for value in op.reads if value.name == "scale"), None)
 
 
 def _full_tensor(weight: float, aval: Aval) -> Tensor:
