@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.runtimes.audit.stage_audit import StageAudit, _largest_error, _largest_number
+from fpipe.runtimes.audit.stage_audit import StageAudit, _largest_error, _largest_magnitude
 from fpipe.runtimes.lowering import instructions
 from tests.processes import Processes
 
@@ -343,7 +343,7 @@ def test_audit_allows_rounding_next_to_infinite_numbers():
     a = torch.tensor([1.0, float("inf"), float("nan"), -float("inf"), 100.0])
     b = a * torch.tensor([1 + 1e-6, 1, 1, 1, 1])
     assert 0 < _largest_error(a, b) < 1e-5
-    assert _largest_number(a) == 100
+    assert _largest_magnitude(a) == 100
     for position in (1, 2, 3):
         c = b.clone()
         c[position] = 0.0

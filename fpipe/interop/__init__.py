@@ -7,5 +7,4 @@ __all__ = ["from_json", "to_json", "torch_pipelining"]
 
 
 def __dir__() -> list[str]:
-    """The public names, and not the modules that they come from."""
     return __all__

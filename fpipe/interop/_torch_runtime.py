@@ -90,7 +90,6 @@ class _PipelineStage(PipelineStage):
     submod: TorchStageModule
 
     def _to_tensor(self, arg: Any) -> Tensor:
-        """Return zeros to infer shapes with."""
         # Torch takes uninitialized memory, and an embedding fails for such indices.
         example = super()._to_tensor(arg)
         with torch.no_grad():
@@ -170,7 +169,6 @@ def _refuse_model(model: Model) -> None:
 
 
 def _local_params(model: Model, params: Any, local_stages: Sequence[int]) -> Sequence[Any]:
-    """Check and return the parameters of this process's stages; other stages' may be None."""
     if isinstance(params, tuple | list) and len(params) == len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
         for missing in (stage_index for stage_index in local_stages if params[stage_index] is None):
             raise ValueError(f"params of stage {missing} is None, and the stage runs in this process.")

@@ -289,7 +289,6 @@ def matching_receive(send: Action) -> Action:
 
 
 def _original_by_copy(program: Program) -> dict[Value, Value]:
-    """Map the copy that each RECV writes to the value that was sent."""
     return {op.writes[0]: program.ops[program.writer[op.reads[0]]].reads[0] for op in program.ops if op.kind == "RECV"}
 
 

@@ -99,7 +99,6 @@ def _homes(record: Any) -> str:
 
 
 def _equation(op: Any) -> str:
-    """Return an op in the program's text, without its rank."""
     if "parts" in op:
         return f"{{ {' ; '.join(map(_equation, op['parts']))} }}"
     stage, microbatch, slice_index = (str(op.get(name, "")) for name in ("stage", "microbatch", "slice"))

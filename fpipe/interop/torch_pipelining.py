@@ -55,7 +55,6 @@ __all__ = ["from_csv", "gathers", "grads", "runtime", "schedule", "stages", "to_
 
 
 def __dir__() -> list[str]:
-    """Return the public names, without the imports of this module."""
     return __all__
 
 
@@ -119,12 +118,8 @@ def _as_transform(rows: list[list[Cell]], format: Format | None) -> Transform:
         communicated = communicate()(ordered)
         cell_by_action = _cell_by_action(communicated)
         _refuse_different_transfers(rows, cell_by_action)
-        cells_without_weights = [
-            [cell for cell in row if cell.actions[0].kind not in (*WEIGHTS, *WAITS)] for row in rows
-        ]
-        cell_names = [
-            [cell.compute or cell_by_action[cell.actions[0]] for cell in row] for row in cells_without_weights
-        ]
+        op_cells = [[cell for cell in row if cell.actions[0].kind not in (*WEIGHTS, *WAITS)] for row in rows]
+        cell_names = [[cell.compute or cell_by_action[cell.actions[0]] for cell in row] for row in op_cells]
         return apply_table(communicated, cell_names, move=False) if cell_by_action else communicated
 
     return transform

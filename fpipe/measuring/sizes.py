@@ -170,8 +170,8 @@ def sizes(
             leaves = trees[op.reads[0]].leaves
             wire[message] = sum(_bytes_on_wire(leaf, cast, op.kind == "SCATTER") for leaf in leaves)
     messages = messages_of(transferred) if receipts else ()
-    by_number = {message.number: message_bytes[message.value] for message in messages}
-    in_flight = tuple(peak_bytes_in_flight(transferred, by_number)) if receipts else ()
+    bytes_by_message = {message.number: message_bytes[message.value] for message in messages}
+    in_flight = tuple(peak_bytes_in_flight(transferred, bytes_by_message)) if receipts else ()
     return Sizes(byte_sizes, tuple(memory_account.peak), local_storages, wire, in_flight)
 
 
@@ -214,17 +214,14 @@ def _layout(leaves: Sequence[Any]) -> Layout:
     return Layout(leaves, device)
 
 
-def _storages_by_value(
-    trees: Mapping[Value, AbstractTree], external_storages: Collection[int]
-) -> dict[Value, Storages]:
-    """Return the storages of each value, without external ones."""
+def _storages_by_value(trees: Mapping[Value, AbstractTree], external: Collection[int]) -> dict[Value, Storages]:
     # The fact of a view of a received value knows only the part of the storage that it sees: take the largest.
     largest: Storages = {}
     facts = {value: [leaf for leaf in tree.leaves if isinstance(leaf, Fact)] for value, tree in trees.items()}
     for leaf in (leaf for leaves in facts.values() for leaf in leaves):
         largest[leaf.storage] = max(leaf.bytes, largest.get(leaf.storage, 0))
     return {
-        value: {leaf.storage: largest[leaf.storage] for leaf in leaves if leaf.storage not in external_storages}
+        value: {leaf.storage: largest[leaf.storage] for leaf in leaves if leaf.storage not in external}
         for value, leaves in facts.items()
     }
 

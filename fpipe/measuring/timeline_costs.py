@@ -131,7 +131,6 @@ def _lane_seconds(timeline: Timeline) -> list[tuple[Op, float]]:
 
 
 def _rows(timeline: Timeline) -> dict[int, list[Event]]:
-    """Return the events of each rank, by time."""
     rows: defaultdict[int, list[Event]] = defaultdict(list)
     for event in sorted(timeline.events, key=lambda event: (event.start, event.end)):
         op = event.op
@@ -211,7 +210,6 @@ def _without_transfers(program: Program) -> Program:
 
 
 def _join_backwards(program: Program) -> Program:
-    """Join every I and its W to one B, where the I was."""
     # An I and its W meet in `wres`, which the I writes last and the W reads last.
     weights = {op.reads[-1]: op for op in program.ops if op.kind == "W"}
     ops: list[Op] = []

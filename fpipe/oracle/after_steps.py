@@ -83,7 +83,7 @@ class ParamsAfterSteps:
         return [index for index in wrong if not errors[index] <= limits[index]]
 
     def _limits(self, loop: Loop, result: Result) -> dict[int, float]:
-        """Return how far each parameter may be from the result of a loop."""
+        """Return how far rounding may take each parameter from the result of a loop."""
         right, moved = tree.leaves(result.params), tree.leaves(with_rounding_noise(loop).run().params)
         return {index: _limit(right[index], moved[index]) for index in self.param_by_leaf}
 
@@ -187,14 +187,9 @@ class ParamsAfterSteps:
         return []
 
     def _movement(self, result: Result) -> Tensor:
-        """Return how far each number of the compared parameters has moved, as one flat tensor."""
         old_leaves, new_leaves = (tree.leaves(tuple(params)) for params in (self.loop.params, result.params))
-        return torch.cat(
-            [
-                (to_double(new_leaves[index]) - to_double(old_leaves[index])).flatten().cpu()
-                for index in self.param_by_leaf
-            ]
-        )
+        movements = [(to_double(new_leaves[i]) - to_double(old_leaves[i])).flatten().cpu() for i in self.param_by_leaf]
+        return torch.cat(movements)
 
     def _has_movement(self, loop: Loop, movement: Tensor) -> bool:
         return bool((self._movement(loop.run()) - movement).norm() <= _UNCHANGED_SHARE * movement.norm())
@@ -296,11 +291,9 @@ class ParamsAfterSteps:
         movement, factor = (to_double(self.param_by_leaf[index][1]) - start).flatten(), 1.0
         for _ in range(_SOLVER_ROUNDS):
             loop_movement = (to_double(tree.leaves(loop_at(factor).run().params)[index]) - start).flatten()
-            ratio = (
-                float(torch.vdot(loop_movement, movement).real / torch.vdot(loop_movement, loop_movement).real)
-                if loop_movement.any()
-                else 0.0
-            )
+            if not loop_movement.any():
+                return None
+            ratio = float(torch.vdot(loop_movement, movement).real / torch.vdot(loop_movement, loop_movement).real)
             if not 0 < ratio < inf:
                 return None
             factor *= ratio
@@ -334,18 +327,16 @@ def with_rounding_noise(loop: Loop) -> Loop:
     def change(step: StepGradients) -> Any:
         grads = step.grads if loop.change is None else loop.change(step)
         generator = torch.Generator().manual_seed(step.step_index)
-        largest_size = max(
-            (_size(grad) for grad in tree.leaves(grads) if grad is not None and grad.numel()), default=0.0
-        )
+        max_size = max((_size(grad) for grad in tree.leaves(grads) if grad is not None and grad.numel()), default=0.0)
 
         def move(grad: Any) -> Any:
             if grad is None or not grad.numel():
                 return grad
             numbers, size, eps = to_double(grad), _size(grad), torch.finfo(grad.dtype).eps
             # Below the rounding error of the largest gradient, a gradient is nothing but rounding.
-            if 0 < size < eps * largest_size:
+            if 0 < size < eps * max_size:
                 signs = torch.where(numbers == 0, torch.ones_like(numbers), -numbers.sgn())
-                return (eps * largest_size * signs).to(grad.dtype)
+                return (eps * max_size * signs).to(grad.dtype)
             noise = torch.randn(grad.shape, generator=generator, dtype=torch.float64).to(grad.device)
             return (numbers + noise * size * eps * _NOISE_EPSILONS).to(grad.dtype)
 

@@ -137,7 +137,6 @@ Parts = list[tuple[tuple[Any, Any], int]]
 
 
 def _divisions(batch: Any, microbatches: int | None) -> list[Parts]:
-    """Return the microbatches of the batch for each number of microbatches to try."""
     if isinstance(batch, list):
         pairs = as_streams(batch, len(batch))  # pyright: ignore[reportUnknownArgumentType]
         return [[*zip(zip(*pairs, strict=True), rows_per_microbatch(pairs), strict=True)]]
@@ -173,7 +172,6 @@ def _checked_grads(model: Model, params: Sequence[Any], grads: Any) -> dict[str,
 
 
 def _refuse_missing(trial: _Trial, gradients: Mapping[str, tuple[int, Tensor]]) -> None:
-    """Raise ValueError if a parameter lacks a gradient that plain autograd has."""
     present, right = {number for number, _ in gradients.values()}, tree.leaves(trial.result.grads)
     for name, number in leaves_by_name(numbered_leaves(trial.model, trial.params)[1]).items():
         if right[number] is not None and number not in present:
@@ -267,7 +265,6 @@ class _Judgement:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the verdicts stand without a comparison by microbatches and uses."""
         return all(v.mistake.is_plain if v.mistake else v.kind != "unknown" and is_sure(g) for g, v in self.judged)
 
     def sort_key(self) -> tuple[int, int, int, int, int]:

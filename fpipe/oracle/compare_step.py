@@ -36,14 +36,7 @@ from fpipe.oracle.gradient_changes import Parts
 from fpipe.oracle.named_leaves import join_ranks, params_by_leaf, strip_wrapper_names
 from fpipe.oracle.step_mistakes import Loop, loops_clipped_by_rank
 from fpipe.transforms.update import update_options
-from fpipe.verification.report import (
-    Close,
-    GradientMismatch,
-    Report,
-    list_names,
-    means_agree_to_rounding,
-    to_double,
-)
+from fpipe.verification.report import Close, GradientMismatch, Report, list_names, means_agree_to_rounding, to_double
 
 
 def compare_step(
@@ -205,7 +198,6 @@ def _run_or_explain(loop: Loop, batches: Any) -> Result:
 
 
 def _check_by_name(opt: Any, grads: Any, opt_after: Any) -> None:
-    """Raise TypeError for gradients or optimizer state that are not by name."""
     if opt is not None and not isinstance(opt, list | tuple):
         raise TypeError(f"opt is what optimizer_state makes, one tree a stage; found {type(opt).__name__}.")
     ranks: list[Any] = [*grads] if isinstance(grads, list | tuple) else [grads or {}]
@@ -252,12 +244,7 @@ _MAX_CACHED_NUMBERS = 2**26
 
 
 def _values_by_step(values: Any, steps: int, argument: str) -> list[Any]:
-    """Return the value for each step, from a list or one value for all steps.
-
-    Raises:
-        TypeError: no numbers.
-        ValueError: not as many as steps.
-    """
+    """Return the value for each step, from a list of as many or from one value for all, or raise."""
     by_step: list[Any] = [*values] if isinstance(values, list | tuple) else [values] * steps
     wrong = next((value for value in by_step if not isinstance(value, int | float | Tensor | None)), None)
     if wrong is not None:

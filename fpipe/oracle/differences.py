@@ -55,7 +55,6 @@ def _describe_rounding(actual: Tensor, expected: Tensor) -> str:
 
 
 def _describe_order(actual: Tensor, expected: Tensor, limit: float) -> str:
-    """Say which rows or columns are exchanged."""
     if actual.ndim == 2 and actual.shape == actual.T.shape and relative_distance(actual.T, expected) <= limit:
         return "transposed"
     if actual.is_complex():  # torch.cdist has no complex kernel

@@ -92,9 +92,8 @@ def weigh_by_tokens(step: StepGradients) -> Any:
     """Weigh each microbatch by its number of valid targets, rather than rows."""
     counts = [target_counts(target)[-1] for (_, target), _ in step.parts]
     shares = zip(step.parts, counts, strict=True)
-    return reduce(
-        _add, (_multiply(step.compute_grads([part]).grads, count / max(sum(counts), 1)) for part, count in shares)
-    )
+    weighed = (_multiply(step.compute_grads([part]).grads, count / max(sum(counts), 1)) for part, count in shares)
+    return reduce(_add, weighed)
 
 
 def target_counts(target: Any) -> list[int]:
@@ -154,9 +153,8 @@ def clip_by_stage(step: StepGradients, max_norm: float) -> Any:
 
 def clip_before_sums(step: StepGradients, max_norm: float) -> Any:
     """Clip the gradients of each microbatch before they are added up."""
-    return reduce(
-        _add, (_multiply(_clip(step.compute_grads([part]).grads, max_norm), part[1] / step.rows) for part in step.parts)
-    )
+    clipped = (_multiply(_clip(step.compute_grads([part]).grads, max_norm), part[1] / step.rows) for part in step.parts)
+    return reduce(_add, clipped)
 
 
 def clip_by_counted_norm(step: StepGradients, max_norm: float, times: Callable[[int], float]) -> Any:

@@ -207,9 +207,7 @@ def _wrong_norms(loop: Loop) -> Iterator[tuple[str, Callable[[int], float]]]:
     if uses:
         yield "the norm counts tied parameters once for each use", lambda leaf_index: uses.get(leaf_index, 1)
     # The regions of each leaf, one for each rank that has a part of it; None is a copy of the whole leaf.
-    holders = [
-        [regions[leaf_index] for regions in loop.regions if leaf_index in regions] for leaf_index in range(len(leaves))
-    ]
+    holders = [[regions[i] for regions in loop.regions if i in regions] for i in range(len(leaves))]
     copied = {leaf_index for leaf_index, regions in enumerate(holders) if len(regions) > 1 and not any(regions)}
     ranks = max(len({*regions}) for regions in holders)
     if ranks > 1 and copied:
@@ -217,10 +215,8 @@ def _wrong_norms(loop: Loop) -> Iterator[tuple[str, Callable[[int], float]]]:
         yield sentence, lambda leaf_index: ranks if leaf_index in copied else 1
         yield "the norm misses parameters of which all ranks have copies", lambda leaf_index: leaf_index not in copied
     for times in (2, 4, 8):
-        yield (
-            f"the norm counts everything {times} times, as shards or replicas have it",
-            lambda leaf_index, times=times: times,
-        )
+        sentence = f"the norm counts everything {times} times, as shards or replicas have it"
+        yield sentence, lambda leaf_index, times=times: times
 
 
 def loops_clipped_by_rank(loop: Loop) -> NamedLoops:
@@ -289,7 +285,6 @@ def _is_count(path: str) -> bool:
 
 
 def _with_step_count(loop: Loop, difference: float) -> Loop:
-    """Return a loop whose optimizer state counts more steps by this difference."""
     _, spec = tree.flatten(tuple(loop.opt))
     counted = [leaf + difference if _is_count(path) else leaf for path, leaf in tree.paths(tuple(loop.opt))]
     return replace(loop, opt=tree.unflatten(spec, counted))

@@ -214,7 +214,6 @@ def judge(gradients: Sequence[Gradient], weights: Sequence[float], reduction: Re
 
 
 def _verdict_if_equal(gradient: Gradient, total_norm: float) -> Verdict | None:
-    """Return a verdict if the gradient is right; `total_norm` is the norm of all gradients together."""
     actual, expected = gradient.actual, gradient.expected
     if gradient.bitwise:
         return Verdict("bitwise", "equal, bit by bit")
@@ -329,6 +328,5 @@ def _fitting_mistakes(
 
 
 def _explains(mistake: Mistake, fits: Mapping[Mistake, None]) -> bool:
-    """Whether a mistake is among the fitting ones, up to 0.1 % of its scale."""
     near = (fit for fit in fits if abs(fit.scale - mistake.scale) <= 1e-3 * abs(mistake.scale))
     return any(replace(fit, scale=mistake.scale) == mistake for fit in near)

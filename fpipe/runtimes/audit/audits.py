@@ -176,7 +176,6 @@ def _is_cut_net(prepared: PreparedStep, inputs: StepInputs) -> bool:
 
 
 def _check_net(prepared: PreparedStep, inputs: StepInputs, audit_number: int, explanation: str) -> None:
-    """Compare the stages of a net, on one microbatch, with the net that they were cut from."""
     # The stages are graphs, and do not run the net's Python again.
     model, program, function = prepared.model, prepared.program, prepared.model.function
     assert function is not None

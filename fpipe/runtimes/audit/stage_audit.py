@@ -139,7 +139,6 @@ class StageAudit:
         return True
 
     def _run_definition(self) -> dict[Value, Leaves]:
-        """Run the stage under plain autograd, and return the leaves of each value that the step wrote."""
         # 1. The forward, with all residuals.
         forward, ops = self.forward, {op.kind: op for op in self.instructions}
         backward = ops.get("B", ops.get("I"))
@@ -186,7 +185,7 @@ class StageAudit:
                         error, eps = _largest_error(actual, defined), 0.0
                         if _has_numbers(actual):
                             eps = torch.finfo(actual.dtype).eps
-                        magnitudes = [_largest_number(leaf) for leaf in expected if _has_numbers(leaf)]
+                        magnitudes = [_largest_magnitude(leaf) for leaf in expected if _has_numbers(leaf)]
                         # Sums in another order differ by far less than sqrt(eps) of the largest number.
                         scale = max(magnitudes, default=0.0)
                         difference = f"is off by up to {error:.3g} from what its definition gives now."
@@ -200,7 +199,6 @@ class StageAudit:
                     yield f"{name} is {description}, and its definition gives {defined_shown} now.", False
 
     def _describe_leaf(self, value: Value, index: int) -> str:
-        """Name a leaf in the user's words."""
         if value.name not in ("g", "sum"):
             noun_by_name = {"y": "output", "dx": "gradient of input", "loss": "loss", "state": "state"}
             return f"the {noun_by_name.get(value.name, value.name)} ({value})"
@@ -226,8 +224,7 @@ def _largest_error(actual: Tensor, expected: Tensor) -> float:
     return largest_difference(torch.where(same, 0, actual), torch.where(same, 0, expected))
 
 
-def _largest_number(tensor: Tensor) -> float:
-    """Return the largest magnitude of the finite numbers."""
+def _largest_magnitude(tensor: Tensor) -> float:
     return float(to_dense(tensor.detach()).abs().nan_to_num(0.0, posinf=0.0).max())
 
 
@@ -249,7 +246,6 @@ def _with_wanted_grad(abstract_leaf: Any, leaf: Any) -> Any:
 
 
 def _copy_if_overwritten(value: Value, leaves: Sequence[Any]) -> Leaves:
-    """Return the leaves of a value, copied if a later op may overwrite them."""
     return [*leaves] if value.name in _NEVER_OVERWRITTEN else [*map(_copy_leaf, leaves)]
 
 

@@ -112,7 +112,6 @@ class Meeting:
         return [json.loads(text) for text in self._ask(lambda: store.multi_get(keys))]
 
     def _refuse_difference(self, sync_point: str, claims_by_process: Sequence[Any], claims: Claims) -> None:
-        """Raise ValueError for the first process with a claim that differs from an earlier process's."""
         first_index_by_name = dict[str, int]()
         for index, process_claims in enumerate(claims_by_process):
             for name, claim in process_claims.items():
@@ -130,7 +129,6 @@ class Meeting:
     def _describe_difference(
         self, sync_point: str, pair: tuple[int, int], pair_of_claims: tuple[Any, Any], lines: str | Sequence[str]
     ) -> str:
-        """Describe where the claims of two processes differ first."""
         if isinstance(pair_of_claims[0], str):
             return f": {pair_of_claims[0]} instead of {pair_of_claims[1]}"
         # These claims are hashes of many lines. Only now that they differ do the two write the lines, for all to read.

@@ -177,7 +177,6 @@ class Watchdog:
         return error_to_raise
 
     def _end(self, fault: str) -> None:
-        """End the run, for a fault that is in the store."""
         self.ended = self.ended or fault
         # Only now: a peer that finds a closed connection and no fault would take this process for dead. Closing wakes
         # the waits of both sides.

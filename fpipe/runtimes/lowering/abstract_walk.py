@@ -162,12 +162,10 @@ class _AbstractWalk:
         self._loss_storage = fresh_storage()
 
     def shapes(self) -> Shapes:
-        """Return the results of the walk."""
         walk_results = self._trees, self._runs, self._cuts, self._loss_storage
         return Shapes(self._context, self._untraced, self._copies, self._calls, *walk_results)
 
     def infer_writes(self, op: Op) -> None:
-        """Infer the abstract trees of the values that an op writes, and keep them."""
         if self._untraced.runs(op):
             self._trees.update(zip(op.writes, self._dry_runs.infer_writes(op, self._trees), strict=True))
         elif op.kind in "FRBI":
@@ -196,7 +194,6 @@ class _AbstractWalk:
             self._trees.update(zip(op.writes, results, strict=True))
 
     def _labelled_inputs(self, op: Op) -> dict[str, AbstractTree]:
-        """Return the abstract trees of an op's reads by label, with the constants of its stage."""
         tree_by_label = {label: self._trees[value] for label, value in reads_by_label(op).items()}
         constants = self._trees.get(Value("const", op.stage))
         return tree_by_label if constants is None else tree_by_label | {"const": constants}

@@ -120,7 +120,6 @@ class _AwaitedOps:
         self.reached, self.heap = {position}, [-position]
 
     def covers(self, positions: Collection[int]) -> bool:
-        """Whether the op waits for all ops at these positions."""
         earliest = min(positions, default=len(self.ops))
         while self.heap and -self.heap[0] >= earliest:
             for value in self.ops[-heappop(self.heap)].reads:

@@ -97,11 +97,7 @@ class Lane(threading.local):
         self.last_by_group: dict[str, tuple[Any, str]] = {}
 
     def made_async(
-        self,
-        instructions: Iterable[Instruction],
-        rank: int,
-        launches: Mapping[int, Launch],
-        rows: Sequence[int] = (),
+        self, instructions: Iterable[Instruction], rank: int, launches: Mapping[int, Launch], rows: Sequence[int] = ()
     ) -> list[Instruction]:
         """Replace instructions by their launch, and each first reader of what these write by a wait and the read.
 

@@ -153,11 +153,9 @@ class PreparedStep:
         return [self.part]
 
     def _execute(self, slots: Slots, watch: Watch | None, tap: Tap | None) -> None:
-        """Run the instructions of this process on these slots."""
         (self.part if tap is None else self.part.with_tap(tap)).run(slots, watch)
 
     def _program_with_outputs(self, program: Program) -> Program:
-        """Return the program with the outputs that this process returns."""
         return program
 
 
@@ -175,7 +173,6 @@ def _constant_leaves(lowered: Lowered) -> list[Any]:
 
 
 def _graph_tensors(lowered: Lowered, model: Model) -> list[Any]:
-    """Return the tensors that the graphs of stages hold as constants."""
     constants = (leaf for graphs in lowered.graphs.values() for graph in graphs for leaf in graph.constants.values())
     return [*constants, *(leaf for net in nets_of(model).values() for leaf in net.literal_constants())]
 

@@ -86,7 +86,6 @@ class RankPart:
             raise
 
     def _run_timed(self, slots: Slots, watch: Watch) -> None:
-        """Run the instructions, and note when each one ends."""
         clock = StreamClock(watch.device)
         tick, remaining, extend = clock.tick, self._restart(), slots.extend
         ticks = [tick()]
@@ -102,7 +101,6 @@ class RankPart:
         watch.notes.note_rows(self.rows, clock.seconds(ticks), self._waits)
 
     def _run_watched(self, slots: Slots, notes: Notes | None, check_finite: bool, see: See | None) -> None:
-        """Run the instructions, and check, show and note what each one writes."""
         for instruction, row, (function, take) in zip(self.instructions, self.rows, self._restart(), strict=True):
             try:
                 started = time.perf_counter()

@@ -130,7 +130,6 @@ def _leaf_properties(leaf: Any, home: torch.device | None) -> Any:
 
 
 def _describe_change(previous: Any, current: Any, arguments: Any) -> str:
-    """Describe the first difference between two signatures, for people."""
     part_names = (
         "autocast, a flag or the number of threads",
         "the mode of a module",

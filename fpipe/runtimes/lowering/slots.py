@@ -267,13 +267,7 @@ class Exit:
         return results
 
 
-def build_exit(
-    program: Program,
-    model: Model,
-    lowered: Lowered,
-    inputs: StepInputs,
-    owns_memory: bool,
-) -> Exit:
+def build_exit(program: Program, model: Model, lowered: Lowered, inputs: StepInputs, owns_memory: bool) -> Exit:
     """Return the exit from a lowered program: where its outputs are in the slots.
 
     Results that share memory with arguments or other results are copied; all are, unless the step `owns_memory`.
@@ -335,7 +329,6 @@ def _fact_at_home(fact: Any, home: torch.device | None) -> Any:
 
 
 def _read_result(leaf: Any, slots: Sequence[Any]) -> Any:
-    """Return a leaf of the results, read from its slot if it is in one."""
     if not isinstance(leaf, ResultLeaf):
         return leaf
     tensor = slots[leaf.slot][leaf.leaf_index]

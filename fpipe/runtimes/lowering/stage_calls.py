@@ -59,11 +59,9 @@ class StageCalls:
     def call(self, op: Op, labels: Mapping[str, Value], inputs: Mapping[str, AbstractTree]) -> StageCall:
         """Return the call of an F or R, whose avals say which leaves of the batch want a gradient."""
         assert op.stage is not None
-        stage_by_batch_label = {label: value.stage for label, value in labels.items() if value.name in ("x", "inputs")}
+        stage_by_label = {label: value.stage for label, value in labels.items() if value.name in ("x", "inputs")}
         input_grads = self.context.input_grads
-        grad_labels = tuple(
-            label for label, stage in stage_by_batch_label.items() if (stage, port_of(label)) in input_grads
-        )
+        grad_labels = tuple(label for label, stage in stage_by_label.items() if (stage, port_of(label)) in input_grads)
         groups = {label: abstract for label, abstract in inputs.items() if label not in ("target", "key")}
         for label in grad_labels:
             groups[label] = groups[label]._replace(leaves=tuple(map(fact_wanting_grad, groups[label].leaves)))

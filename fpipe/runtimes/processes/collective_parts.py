@@ -158,7 +158,6 @@ CollectivePart = SumPart | GatherPart | ScatterPart
 
 
 def _all_gather(gathered: Tensor, own_part: Tensor, group: ProcessGroup) -> Any:
-    """Start to concatenate the parts of all processes."""
     if not _is_on_gloo(group, own_part.device):
         return all_gather(gathered.view(-1), own_part.view(-1), group)
     parts = gathered.view(group.size(), *own_part.shape)
@@ -172,7 +171,6 @@ def _is_on_gloo(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def _exchange_parts(parts: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup) -> CombinedWork:
-    """Send each part to its process, and receive the parts of all."""
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     works: list[Any] = [dist.isend(parts[peer], group=group, group_dst=peer, tag=_TAG) for peer in peers]
     works += [dist.irecv(received[peer], group=group, group_src=peer, tag=_TAG) for peer in peers]

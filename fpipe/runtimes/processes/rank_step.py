@@ -75,7 +75,6 @@ def seconds_ahead_of_rank_0(group: ProcessGroup, rank: int, device: torch.device
 
 
 def _transfer_number(transfer: Callable[..., Any], message: Tensor, peer: int) -> float:
-    """Send or receive a number, and return it."""
     transfer([message], peer, 0).wait()
     # On a device `wait` alone does not block the host, whose clock is measured; reading the number does.
     return message.item()
@@ -246,7 +245,6 @@ class RankStep(PreparedStep):
         return replace(exit_of_all, containers=spec, leaves=leaves)
 
     def _execute(self, slots: Slots, watch: Watch | None, tap: Tap | None) -> None:
-        """Run this rank's instructions, between the first receives and the last sends of the step."""
         part_slots, watchdog = [slots[slot] for slot in self.part.initial_slots], self.watchdog
         notes = watch and watch.notes
         self.transfers.begin_step(self.step, self.signature_number, self.key_number, keeps=notes is not None)

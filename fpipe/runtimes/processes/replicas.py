@@ -97,7 +97,6 @@ class Voters:
         return claims_by_column
 
     def _refuse_different_updates(self, update_claims: Mapping[str, str]) -> None:
-        """Raise ValueError for the first number that differs."""
         # All processes of the group have the same votes, so all come to this collective.
         claims_by_member: list[Any] = [None] * self._group.size()
         self._watchdog.wait = self._wait
