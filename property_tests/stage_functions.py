@@ -163,7 +163,7 @@ def _laid_out(layout: str, leaf: Tensor) -> Tensor:
 class DrawnStage:
     """A recipe of a stage function: its layers, inputs and outputs, and the layout of its tensors in memory.
 
-    >>> stage = DrawnStage(("linear", Within("residual", ("tanh",))))
+    >>> stage = DrawnStage(("linear", Wrapped("residual", ("tanh",))))
     >>> sorted(stage.params()), stage(stage.params(), stage.input(rows=3)).shape
     (['0.b', '0.w'], torch.Size([3, 4]))
     """

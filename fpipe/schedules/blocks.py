@@ -157,9 +157,7 @@ def tightened_block_rows(
     return rows_by_start(starts.forward, starts.backward, placement)
 
 
-def repeated_block_rows(
-    block: BlockTicks, interval: int, placement: Sequence[int], microbatches: int
-) -> list[list[Key]]:
+def repeated_rows(block: BlockTicks, interval: int, placement: Sequence[int], microbatches: int) -> list[list[Key]]:
     """Return the rows of a block that is repeated at an interval."""
     return rows_by_start(*op_starts(block, interval, microbatches), placement)
 
@@ -167,10 +165,8 @@ def repeated_block_rows(
 def op_starts(block: BlockTicks, interval: int, microbatches: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return the starts of forwards and of backwards, as [stage][microbatch]."""
     stages, offsets = range(len(block) // 2), [index * interval for index in range(microbatches)]
-    return (
-        [[block["F", stage] + time for time in offsets] for stage in stages],
-        [[block["B", stage] + time for time in offsets] for stage in stages],
-    )
+    forward, backward = ([[block[kind, stage] + time for time in offsets] for stage in stages] for kind in "FB")
+    return forward, backward
 
 
 def rows_by_start(
@@ -214,12 +210,8 @@ def pull_tight(starts: OpStarts, placement: Sequence[int], room: int) -> OpStart
             for tick in range(earliest, last_tick + ticks[1]):
                 held_by_rank[rank][tick] += 1
     # 2) Ops by their start: whatever an op needs has moved before it.
-    ops_by_start = sorted(
-        (row[microbatch], kind, stage, microbatch)
-        for kind, rows in enumerate((forward, backward))
-        for stage, row in enumerate(rows)
-        for microbatch in range(count)
-    )
+    rows = [(kind, stage, row) for kind, rows in enumerate((forward, backward)) for stage, row in enumerate(rows)]
+    ops_by_start = sorted((row[i], kind, stage, i) for kind, stage, row in rows for i in range(count))
     for old_start, kind, stage, microbatch in ops_by_start:
         rank, duration, row = placement[stage], ticks[kind], (forward, backward)[kind][stage]
         busy_ticks, held_ticks = busy[rank], held_by_rank[rank]

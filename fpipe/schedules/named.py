@@ -44,8 +44,8 @@ class NamedSchedule:
         if ops_per_rank > MOST_OPS_OF_A_SHARE:
             raise ValueError(f"stages times slices on a rank is at most {MOST_OPS_OF_A_SHARE}, found {ops_per_rank:g}.")
         refuse_too_many_ops(stages * slices, microbatches)
-        takes_costs = costs is not None and "costs" in _parameters(self.schedule)
-        options = ({"costs": costs(stages / ranks)} if takes_costs else {}) | self.options
+        takes_costs = "costs" in _parameters(self.schedule)
+        options = ({"costs": costs(stages / ranks)} if costs is not None and takes_costs else {}) | self.options
         return self.schedule.program(ranks, microbatches, stages, **options)
 
 

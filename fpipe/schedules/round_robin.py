@@ -171,34 +171,27 @@ def checked_groups(direction: str, plan: Sequence[Iterable[int]], stages: int) -
         if not isinstance(stage_range, Iterable) or isinstance(stage_range, str):
             raise TypeError(f"a group is a range of stages, such as range(0, 3); found {stage_range!r}.")
         group = tuple(stage_range)
+        group_name = f"roundpipe: {direction} group {index}"
         if not group:
-            raise ProgramError(f"roundpipe: {direction} group {index} is empty.")
+            raise ProgramError(f"{group_name} is empty.")
         if any(type(stage) is not int for stage in group):
-            raise TypeError(f"roundpipe: {direction} group {index} is {list(group)}; stages are whole numbers.")
+            raise TypeError(f"{group_name} is {list(group)}; stages are whole numbers.")
         if group != tuple(range(group[0], group[0] + len(group))):
-            raise ProgramError(
-                f"roundpipe: {direction} group {index} is {list(group)}; its stages are adjacent, in order."
-            )
+            raise ProgramError(f"{group_name} is {list(group)}; its stages are adjacent, in order.")
         if group[0] < 0 or group[-1] >= stages:
-            raise ProgramError(
-                f"roundpipe: {direction} group {index} is {_group_text(group)}; the stages are 0..{stages - 1}."
-            )
+            raise ProgramError(f"{group_name} is {_group_text(group)}; the stages are 0..{stages - 1}.")
         groups.append(group)
     return groups
 
 
 def check_coverage(direction: str, groups: Sequence[Group]) -> None:
     """Raise ProgramError if groups, in ascending order, leave a stage out or run one twice."""
-    next_stage = 0
+    next_stage, plan = 0, f"roundpipe: the {direction} plan"
     for group in groups:
         if group[0] > next_stage:
-            raise ProgramError(
-                f"roundpipe: the {direction} plan misses stage {next_stage}, before {_group_text(group)}."
-            )
+            raise ProgramError(f"{plan} misses stage {next_stage}, before {_group_text(group)}.")
         if group[0] < next_stage:
-            raise ProgramError(
-                f"roundpipe: the {direction} plan has stage {group[0]} twice, or out of order, in {_group_text(group)}."
-            )
+            raise ProgramError(f"{plan} has stage {group[0]} twice, or out of order, in {_group_text(group)}.")
         next_stage = group[-1] + 1
 
 

@@ -178,25 +178,25 @@ def places_in_rows(
     placement: list[int],
     group: int,
     starts: Sequence[tuple[int, int]],
-    forward_numbers: Sequence[int],
-    backward_numbers: Sequence[int],
+    forwards: Sequence[int],
+    backwards: Sequence[int],
 ) -> list[int]:
     """Return the place of each op in the row of its rank, which warms up and then runs F, I and W in turn.
 
-    `forward_numbers` and `backward_numbers` number the microbatches in the frames of the two directions.
+    `forwards` and `backwards` number the microbatches in the frames of the two directions.
     """
-    microbatches, stages = len(forward_numbers), len(placement)
+    microbatches, stages = len(forwards), len(placement)
     ranking = [0] * (3 * stages * microbatches)
     for rank, (warm_up, lag) in enumerate(starts):
         rank_stages = [stage for stage, stage_rank in enumerate(placement) if stage_rank == rank]
         for chunk, stage in enumerate(rank_stages):
             for microbatch in range(microbatches):
-                units = units_before(forward_numbers[microbatch], chunk, group, len(rank_stages))
+                units = units_before(forwards[microbatch], chunk, group, len(rank_stages))
                 # After the warm-up a rank repeats F, I, W: places ahead + 3n, + 1 and + 2, and W later by its lag.
                 beyond = max(0, units - warm_up)
                 ranking[stage * microbatches + microbatch] = units + 2 * beyond
                 mirrored_chunk = len(rank_stages) - 1 - chunk
-                units = units_before(backward_numbers[microbatch], mirrored_chunk, group, len(rank_stages))
+                units = units_before(backwards[microbatch], mirrored_chunk, group, len(rank_stages))
                 ranking[(stages + stage) * microbatches + microbatch] = warm_up + 1 + 3 * units
                 ranking[(2 * stages + stage) * microbatches + microbatch] = warm_up + 2 + 3 * (units + lag)
     return ranking

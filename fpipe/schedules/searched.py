@@ -11,7 +11,7 @@ from fpipe.program import Program
 from fpipe.schedules.blocks import (
     BlockTicks,
     fill_gaps_with_weights,
-    repeated_block_rows,
+    repeated_rows,
     tightened_block_rows,
     v_half_block,
     v_min_block,
@@ -210,9 +210,7 @@ def wants_published_order(costs: Costs | None, memory_cap: float | None, kept_sh
     return costs is None and memory_cap is None and (kept_share, objective) == (1.0, "makespan")
 
 
-def forwards_ahead(
-    ranks: int, forwards_per_hop: float, extra_forwards: int, cap: float, kept_share: float
-) -> Transform:
+def forwards_ahead(ranks: int, forwards_per_hop: float, surplus: int, cap: float, kept_share: float) -> Transform:
     """Return an order to start a search from, which runs more or fewer forwards ahead.
 
     A rank runs `forwards_per_hop` forwards ahead for each rank behind it, then I and F in turn, and each W where it
@@ -223,7 +221,7 @@ def forwards_ahead(
         microbatches, table = program.microbatches, list[list[Key]]()
         # One stage a rank: the rank is also the number of its stage.
         for rank in placement:
-            warm_up = int((ranks - 1 - rank) * forwards_per_hop + 1 + extra_forwards)
+            warm_up = int((ranks - 1 - rank) * forwards_per_hop + 1 + surplus)
             forward_count = max(1, min(microbatches, int(cap), warm_up))
             forwards, backwards = ([(kind, rank, i, None) for i in range(microbatches)] for kind in "FB")
             paired_ops = [key for pair in zip(backwards, forwards[forward_count:], strict=False) for key in pair]
@@ -242,7 +240,7 @@ def repeated_block(block: BlockTicks, ranks: int, cap: int, *, is_tight: bool) -
         if is_tight:
             block_rows = tightened_block_rows(block, 6, (1, 1), placement, microbatches)
         else:
-            block_rows = repeated_block_rows(block, 6, placement, microbatches)
+            block_rows = repeated_rows(block, 6, placement, microbatches)
         return fill_gaps_with_weights(block_rows, placement, 2 * cap)
 
     return from_rows("v", ranks, rows)

@@ -129,13 +129,9 @@ def byte_unit(byte_count: float) -> tuple[str, float]:
 def align_columns(table: Sequence[Sequence[str]], left_aligned: Sequence[bool]) -> list[str]:
     """Write the lines of a table, with each column aligned to the left or to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if is_left else cell.rjust(width)
-            for cell, width, is_left in zip(row, widths, left_aligned, strict=True)
-        ).rstrip()
-        for row in table
-    ]
+    aligners = [str.ljust if is_left else str.rjust for is_left in left_aligned]
+    rows = ((align(cell, width) for align, cell, width in zip(aligners, row, widths, strict=True)) for row in table)
+    return ["  ".join(cells).rstrip() for cells in rows]
 
 
 EXTRA_COSTS: dict[str, float | Callable[[Op], float]] = dict.fromkeys(

@@ -85,8 +85,8 @@ def bytes_held(
     # What is freed at the end of an op comes after what the op adds, and before the next op: hence the half.
     account, changes = Account(program.ranks), MemoryChanges()
     for index, (op, position) in enumerate(parts):
-        written = [(value, storages(value)) for value in op.writes]
-        added, freed = account.record_op(op.rank, written, dead_by_index.get(index, ()))
+        writes = [(value, storages(value)) for value in op.writes]
+        added, freed = account.record_op(op.rank, writes, dead_by_index.get(index, ()))
         changes += [(starts[position], index, rank, size) for rank, size in added]
         changes += [(ends[position], index + 0.5, rank, -size) for rank, size in freed]
     return tuple(map(float, account.peak)), changes
@@ -215,11 +215,9 @@ def residual_changes(
     parts = [(part, position) for position, op in enumerate(program.ops) for part in op.parts or (op,)]
     # Indices 1 to 3 of an op are stage, microbatch and slice, which an I shares with its W.
     weight_position = {op[1:4]: position for op, position in parts if op.kind == "W"}
-    sent_copy_by_received = {
-        op.writes[0]: (program.ops[sources[0]].reads[0], op.rank)
-        for op, sources in zip(program.ops, program.sources, strict=True)
-        if op.kind == "RECV"
-    }
+    pairs = zip(program.ops, program.sources, strict=True)
+    receives = ((op, program.ops[sources[0]]) for op, sources in pairs if op.kind == "RECV")
+    sent_copy_by_received = {op.writes[0]: (send.reads[0], op.rank) for op, send in receives}
     # 1. Where the program says so: copies begin at their writer, and are used until the end of each reader. A RECV
     # gives the copy a new name, which is mapped back to that of the sent value on this rank.
     begin_by_copy: dict[tuple[Value, int], tuple[float, float]] = {}

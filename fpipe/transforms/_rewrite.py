@@ -317,6 +317,7 @@ class _RankFinder:
     def rank_of_writer(self, value: Value) -> int | None:
         if value in self.rank_by_unscheduled_value:
             return self.rank_by_unscheduled_value[value]
+        # Only values of a microbatch are sure to be written where their stage runs: sums are made at its home.
         ranks = self.ranks_by_stage.get(-1 if value.stage is None else value.stage, ())
         return min(ranks) if len(ranks) == 1 and value.microbatch is not None else self._rank_by_value.get(value)
 

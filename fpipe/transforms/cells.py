@@ -149,8 +149,8 @@ def read_text_file(file: Path) -> str:
         with file.open(encoding="utf-8-sig") as stream:
             return read_text(stream, str(file))
     except UnicodeDecodeError as error:
-        why = f"byte {error.start} is no UTF-8"
-        raise ProgramError(f"this is not text: {why}. Write a program, a table, CSV or JSON.") from None
+        problem = f"byte {error.start} is no UTF-8"
+        raise ProgramError(f"this is not text: {problem}. Write a program, a table, CSV or JSON.") from None
 
 
 def parse_csv_line(line: str) -> list[str]:

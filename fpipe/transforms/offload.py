@@ -265,8 +265,8 @@ def _add_moves(program: Program, leaving: list[_Residence], destination: Destina
     offload_by_value: dict[Value, Op] = {}
     for value, residence in {residence.value: residence for residence in leaving}.items():
         rank = program.ops[program.writer[value]].rank
-        place = "host" if destination == "host" else _destination_rank(destination, rank, program.ranks)
-        moved_value = value._replace(at=f"{value.at}@{place}")
+        memory_name = "host" if destination == "host" else _destination_rank(destination, rank, program.ranks)
+        moved_value = value._replace(at=f"{value.at}@{memory_name}")
         copy_by_value[value] = moved_value._replace(at=f"{moved_value.at}@{rank}")
         offload_by_value[value] = Op("OFFLOAD", *value[1:4], rank, (value,), (moved_value,))
         load = Op("LOAD", *value[1:4], rank, (moved_value,), (copy_by_value[value],))

@@ -157,7 +157,8 @@ def ascending_ranks(program: Program, ranks: int | None) -> list[int]:
     [0, 0, 1, 1]
     """
     placement = program.placement if ranks is not None and program.ranks == ranks else ()
-    stage_homes = [rank for rank in placement if isinstance(rank, int)]  # else a stage has several ranks
+    # A stage on several ranks has a tuple in the placement, and no place in an ascending one.
+    stage_homes = [rank for rank in placement if isinstance(rank, int)]
     if len(stage_homes) == len(placement) and stage_homes == sorted(stage_homes) and len({*stage_homes}) == ranks:
         return stage_homes
     return stage_ranks("linear", program.stages, ranks)

@@ -168,21 +168,21 @@ class _CellFinder:
                         "ops on their rank; use from_table() to move them."
                     )
 
-    def find_cell(self, cell: Cell, where: str) -> Sequence[int]:
+    def find_cell(self, cell: Cell, location: str) -> Sequence[int]:
         """Return the positions of the ops that a cell names: by a value, by a key, or by two keys as a pair."""
         if isinstance(cell, str) and names_value(cell):
             if cell in self.optional:
                 return (self.find_optional(cell),)
-            rank = where.split()[1].rstrip(",")
+            rank = location.split()[1].rstrip(",")
             hint = f" A cell names its stage too: {rank}{cell}, if the stage is the rank."
             raise ProgramError(
-                f"{where}: the program has no op {cell}.{hint * bool(_CELL_WITHOUT_STAGE.fullmatch(cell))}"
+                f"{location}: the program has no op {cell}.{hint * bool(_CELL_WITHOUT_STAGE.fullmatch(cell))}"
             )
         try:
             keys = (cell,) if isinstance(cell, tuple) else parse_cell(cell)
         except ProgramError as error:
-            raise ProgramError(f"{where}: {error}") from None
-        groups = [self.find_key(key, where) for key in keys]
+            raise ProgramError(f"{location}: {error}") from None
+        groups = [self.find_key(key, location) for key in keys]
         if len(keys) == 1:
             return groups[0]
         firsts = [group[0] for group in groups]
@@ -193,7 +193,7 @@ class _CellFinder:
         self.has_new_pairs = True
         return (firsts[0], *(position for group in groups for position in group[1:]))
 
-    def find_key(self, key: Key, where: str) -> tuple[int, ...]:
+    def find_key(self, key: Key, location: str) -> tuple[int, ...]:
         """Return the position of a key's op; two positions, of I and W, for the B of a split backward."""
         if key in self.optional:
             return (self.find_optional(key),)
@@ -202,7 +202,7 @@ class _CellFinder:
         columns = [self.unnamed[half, stage, slice_index] for half in (("I", "W") if is_split else (kind,))]
         if all(microbatch in column for column in columns):
             return tuple(column.pop(microbatch) for column in columns)
-        raise ProgramError(f"{where}: {self.explain_unknown(key)}")
+        raise ProgramError(f"{location}: {self.explain_unknown(key)}")
 
     def find_optional(self, key: Key | str) -> int:
         position = self.optional.pop(key)
@@ -211,9 +211,10 @@ class _CellFinder:
 
     def without_gaps(self, rows: list[list[int]]) -> tuple[list[Op], list[list[int]]]:
         """Return ops and rows without the places of second parts, which pairs have absorbed."""
-        kept = [position for position, op in enumerate(self.ops) if op is not None]
-        new_by_old = {old: new for new, old in enumerate(kept)}
-        return [self.ops[old] for old in kept], [[new_by_old[position] for position in row] for row in rows]
+        # A pair stands at the place of its first part; `find_cell` has emptied those of its other parts.
+        filled = [position for position, op in enumerate(self.ops) if op is not None]
+        new_by_old = {old: new for new, old in enumerate(filled)}
+        return [self.ops[old] for old in filled], [[new_by_old[position] for position in row] for row in rows]
 
     def refuse_unnamed(self) -> None:
         unnamed = (position for column in self.unnamed.values() for position in column.values())

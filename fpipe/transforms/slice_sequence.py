@@ -119,7 +119,7 @@ def _state_of_slice(value: Value, op: Op, k: int, slices: int) -> Value:
 
 def _insert_before(writes: list[Value], value: Value, *names: str) -> None:
     # The order of an op's writes is its signature: residuals and gradients come last.
-    index = next((index for index, other in enumerate(writes) if other.name in names), len(writes))
+    index = next((index for index, write in enumerate(writes) if write.name in names), len(writes))
     writes.insert(index, value)
 
 
