@@ -119,15 +119,10 @@ class _CustomStageFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        saved_leaves = [
-            non_tensor if tensor is None else tensor
-            for tensor, non_tensor in zip(ctx.saved_tensors, ctx.non_tensors, strict=True)
-        ]
+        saved_leaves = [leaf if x is None else x for x, leaf in zip(ctx.saved_tensors, ctx.non_tensors, strict=True)]
         count = ctx.param_count
-        params, residuals = (
-            tree.unflatten(ctx.specs[0], saved_leaves[:count]),
-            tree.unflatten(ctx.res, saved_leaves[count:]),
-        )
+        params = tree.unflatten(ctx.specs[0], saved_leaves[:count])
+        residuals = tree.unflatten(ctx.res, saved_leaves[count:])
         spec, output_leaves = ctx.output_form
         remaining_cotangents = iter(cotangents)
         dy = tree.unflatten(spec, [next(remaining_cotangents) if leaf is _TENSOR else None for leaf in output_leaves])
@@ -147,10 +142,8 @@ class _CustomStageFunction(torch.autograd.Function):
 def _checked_gradient(
     spec: Any, avals: Sequence[Aval | None], gradient: Any, rule: str, argument_name: str
 ) -> list[Any]:
-    """Return the leaves of a gradient; raise ValueError unless each has the shape and dtype of its argument.
-
-    Autograd itself would sum up a larger shape and cast another dtype in silence.
-    """
+    """Return the leaves of a gradient; raise ValueError unless each has the shape and dtype of its argument."""
+    # Autograd itself would sum up a larger shape and cast another dtype in silence.
     leaves, actual_spec = tree.flatten(gradient)
     if actual_spec != spec:
         raise ValueError(f"{rule} returns a gradient in the containers of {argument_name}, found {actual_spec}.")

@@ -70,11 +70,7 @@ def _with_deferred_norms(stage: Stage) -> Stage:
 
 
 def _defer_updates(run: StageModule, norms: Norms) -> Any:
-    """Return a stage function that collects the moments of its norms' inputs and updates statistics at the end.
-
-    Between the microbatches of a step its state has one more value for each norm, `PATH.gathered`: the moments so far,
-    one for each call of the norm in a forward.
-    """
+    """Return a stage function that collects the moments of its norms' inputs and updates statistics at the end."""
 
     @wraps(run)
     def forward(params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Any], turn: Turn) -> Any:
@@ -86,13 +82,12 @@ def _defer_updates(run: StageModule, norms: Norms) -> Any:
             y, state_after = run(params, x, state={name: state[name] for name in run.state_names})
         new_state: dict[str, Any] = {name: state_after[name] for name in state if name in state_after}
         for path, norm in norms:
-            # A norm that stands several times in a stage has one list item for each call, in order.
+            # Between microbatches the state has one more value for each norm, `PATH.gathered`: the moments so far, one
+            # list item for each call of the norm in a forward, in order.
             earlier_moments: list[Moments] = [] if is_first else state[f"{path}.gathered"]
             count = max(len(earlier_moments), len(moments_by_norm[path]))
-            merged_moments = [
-                merge_moments(*earlier_moments[call : call + 1], *moments_by_norm[path][call : call + 1])
-                for call in range(count)
-            ]
+            slices = [slice(call, call + 1) for call in range(count)]
+            merged_moments = [merge_moments(*earlier_moments[k], *moments_by_norm[path][k]) for k in slices]
             if not is_last:
                 new_state[f"{path}.gathered"] = merged_moments
             for moments in merged_moments if is_last else ():

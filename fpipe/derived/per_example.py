@@ -82,11 +82,9 @@ def _refuse_shared(stage: Stage, stage_name: str) -> None:
 
 
 def _over_rows(stage: Stage, is_from_batch: bool | tuple[bool, ...]) -> Stage:
-    """Map a stage over rows.
-
-    An activation of an earlier stage has the dimension of rows in front already, as [rows, 1, ...]. An input that
-    `is_from_batch` is cut into such rows here.
-    """
+    """Map a stage over rows."""
+    # An activation of an earlier stage has the dimension of rows in front already, as [rows, 1, ...]. An input that
+    # `is_from_batch` is cut into such rows here.
     forward = stage.forward
 
     @wraps(forward)
@@ -148,7 +146,7 @@ def map_over_rows(call: Callable[..., Any], *arguments: Any) -> Any:
     # vmap has no rule for attention's fused kernels. Marks of `fpipe.keep` inside it are on its own tensors, of no use
     # outside.
     with sdpa_kernel(SDPBackend.MATH), collect_marks():
-        output_tensors = iter(torch.func.vmap(function)(*(leaves[index] for index in tensor_indices)))
+        tensors = iter(torch.func.vmap(function)(*(leaves[index] for index in tensor_indices)))
     return tree.unflatten(
-        output_form[1], [next(output_tensors) if isinstance(leaf, Tensor) else leaf for leaf in output_form[0]]
+        output_form[1], [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in output_form[0]]
     )

@@ -69,11 +69,9 @@ class LossPart:
         self.result = tuple(self.received) if len(self.received) > 1 else self.received[0]
 
     def _is_of_loss(self, node: fx.Node) -> bool:
-        """Whether the loss computes a node: it depends on the target, or is a count.
-
-        A count, such as the number of tokens, is a whole number without dimensions. As an output of the last stage it
-        could not be joined over microbatches, as rows are.
-        """
+        """Whether the loss computes a node: it depends on the target, or is a count."""
+        # A count, such as the number of tokens, is a whole number without dimensions. As an output of the last stage it
+        # could not be joined over microbatches, as rows are.
         if node in self.loss_nodes:
             return True
         value = node.meta.get("val")
@@ -82,10 +80,8 @@ class LossPart:
         return is_pure and is_count and not any(operand in self.params for operand in self.marked.reads(node))
 
     def _refuse_mutated_constants(self) -> None:
-        """Raise ValueError if a tensor that the function closes over is written.
-
-        In the trace it is fake, and so are its views, whose storages are unknown: no write could be carried over.
-        """
+        """Raise ValueError if a tensor that the function closes over is written."""
+        # In the trace it is fake, and so are its views, whose storages are unknown: no write could be carried over.
         for constant, node in self.marked.mutators.items():
             if constant.op == "get_attr":
                 shape = tuple(getattr(self.marked.module, str(constant.target)).shape)
@@ -111,10 +107,8 @@ class LossPart:
                 )
 
     def _refuse_random_numbers_after_loss(self) -> None:
-        """Raise ValueError if loss_fn draws random numbers for the loss before others of the last stage.
-
-        The stage runs before the loss and would draw first, so the numbers would be others than those of loss_fn.
-        """
+        """Raise ValueError if loss_fn draws random numbers for the loss before others of the last stage."""
+        # The stage runs before the loss and would draw first, so the numbers would be others than those of loss_fn.
         for previous_node, node in pairwise(node for node in self.marked.stage_of if draws_random(node)):
             if previous_node in self.loss_nodes and node not in self.loss_nodes:
                 raise ValueError(
@@ -215,14 +209,8 @@ def from_loss(
     )
     # 4) Say of the model what its parameters are called, and which function computes the same uncut.
     function = LossFunction(partial(_called, loss_fn), autocast_eps(graph.module.graph))
-    model = replace(
-        model,
-        stages=stages,
-        whole=(tuple(names), spec),
-        function=function,
-        leaf_order=tuple(names),
-        held=Fingerprint([loss_fn]),
-    )
+    order, fingerprint = tuple(names), Fingerprint([loss_fn])
+    model = replace(model, stages=stages, whole=(order, spec), function=function, leaf_order=order, held=fingerprint)
     return model, tuple({name: leaves[name].detach() for name in names} for names in cut.owned)
 
 

@@ -142,9 +142,7 @@ def from_module(
     for number, function in plan.exchanges.items():
         stages_of[number] = as_exchange(stages_of[number], function)
     fingerprint = Fingerprint([loss], modules)
-    frozen = frozenset(
-        (stage, name) for stage, owned in enumerate(cut.owned) for name in owned if name in tensors.untrained
-    )
+    frozen = frozenset((i, name) for i, owned in enumerate(cut.owned) for name in owned if name in tensors.untrained)
     report = CutReport(cut, plan.module_words)
     leaf_order = tuple(
         name for name, canonical_name in tensors.canonical_names.items() if name == canonical_name and name in leaves
@@ -156,16 +154,8 @@ def from_module(
     state = tuple(run.state() for run in cut.stages)
     # 5) Note how the model was made: the function that computes the same uncut, and how another net is cut alike.
     if isinstance(net, nn.Module):
-        arguments: Any = {
-            "example": batch,
-            "microbatches": 1,
-            "loss": loss,
-            "cuts": cuts,
-            "costs": costs,
-            "reduction": reduction,
-            "aux": aux,
-            "cut_collectives": cut_collectives,
-        }
+        arguments: Any = {"example": batch, "microbatches": 1, "loss": loss, "cuts": cuts, "costs": costs}
+        arguments |= {"reduction": reduction, "aux": aux, "cut_collectives": cut_collectives}
         # Each stage seeds torch where it begins. The whole net is seeded where its blocks are, and so cannot draw
         # the numbers of stages that begin at a collective, in the middle of a block.
         draws_elsewhere = plan.exchanges and any(map(draws_random, marked.stage_of))
@@ -272,11 +262,8 @@ def _loss_of(output: Any, target: Any = None) -> Any:
     shape = _shape(loss)
     if shape != ():
         kind = f"{type(output).__name__} with {len(numbers)} numbers in it"
-        kind = (
-            kind
-            if shape is None
-            else f"a tensor of shape {with_rows_named(shape)}, to be reduced, for instance by .mean()"
-        )
+        if shape is not None:
+            kind = f"a tensor of shape {with_rows_named(shape)}, to be reduced, for instance by .mean()"
         raise ValueError(
             "without loss= the net returns the loss as .loss, as ['loss'], or as the one number; "
             f"found {kind}. Hand in labels= among the inputs, or say loss=."

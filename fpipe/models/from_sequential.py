@@ -120,13 +120,8 @@ def from_sequential(
     # 2) Make a function of each group, with the names of its parameters and the skips that it stashes and pops.
     skips, inputs = plan_skips(groups)
     skips[0] = skips[0]._replace(inputs_are_keywords=keywords)
-    runs = [
-        StageModule(number, group, _names_in(leaves, number), skips[number], state)
-        for number, group in enumerate(groups)
-    ]
-    ties = tuple(
-        tuple((number, names[0]) for number, names in leaf.items()) for leaf in leaves.values() if len(leaf) > 1
-    )
+    runs = [StageModule(i, group, _names_in(leaves, i), skips[i], state) for i, group in enumerate(groups)]
+    ties = tuple(tuple((i, names[0]) for i, names in leaf.items()) for leaf in leaves.values() if len(leaf) > 1)
     model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
     # 3) Find the buffers that the stages mutate, which becomes their state, before parameters are bound to stages.
     if example is not None:

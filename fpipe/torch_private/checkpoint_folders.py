@@ -177,11 +177,8 @@ class SaveReader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder, self.metadata = folder, _read_metadata(folder)
-        self.tensors = {
-            name: saved
-            for name, saved in self.metadata.state_dict_metadata.items()
-            if isinstance(saved, TensorStorageMetadata)
-        }
+        saved_values = self.metadata.state_dict_metadata.items()
+        self.tensors = {name: saved for name, saved in saved_values if isinstance(saved, TensorStorageMetadata)}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata: which tensor is in which file."""
@@ -190,20 +187,18 @@ class SaveReader(FileSystemReader):
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Read the tensors of a plan, file by file."""
         requests_by_file: dict[str, list[Any]] = {}
-        for read_request in plan.items:
+        for request in plan.items:
             # Torch would unpickle it, which runs code.
-            if read_request.type == LoadItemType.BYTE_IO:
-                raise ValueError(f"{self.folder} has no tensor under {read_request.storage_index.fqn!r}")
-            requests_by_file.setdefault(self.storage_data[read_request.storage_index].relative_path, []).append(
-                read_request
-            )
+            if request.type == LoadItemType.BYTE_IO:
+                raise ValueError(f"{self.folder} has no tensor under {request.storage_index.fqn!r}")
+            requests_by_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
         future: Any = super().read_data(replace(plan, items=[]), planner)
         for file, read_requests in requests_by_file.items():
             path = Path(self.folder, file)
             # All of a file is checked before any error is told: that it is missing, damaged, or of another save.
             try:
                 has_save_id = self._has_id(path, file)
-                self._check_sums(path, {read_request.storage_index for read_request in read_requests})
+                self._check_sums(path, {request.storage_index for request in read_requests})
                 future = super().read_data(replace(plan, items=read_requests), planner)
             except Exception as error:
                 missing = f"{path} is not there, which {self.folder / '.metadata'} names"

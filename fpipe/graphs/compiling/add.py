@@ -101,9 +101,7 @@ class _ValueUses:
         self.graph = graph
         self.index_by_name = {node.name: index for index, node in enumerate(graph.nodes)}
         self.read_counts = Counter(name for node in graph.nodes for name in node.reads)
-        self.result_counts = Counter(
-            leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)
-        )
+        self.result_counts = Counter(x for leaves in graph.writes.values() for x in leaves if isinstance(x, Name))
 
     def writer(self, name: Name) -> Node | None:
         """Return the op that writes a value; None for an input of the graph."""
@@ -111,10 +109,9 @@ class _ValueUses:
 
 
 def _find_product(uses: _ValueUses, leaf: Name, flags: Any, exact: bool) -> tuple[list[Name], bool, int] | None:
-    """Return the product that a gradient is, if one op can multiply and add: (names to drop, is transposed, index).
-
-    The names are the product and, where there is one, its transpose; the index is that of the product among the nodes.
-    """
+    """Return the product that a gradient is, if one op can multiply and add: (names to drop, is transposed, index)."""
+    # The names are the product and, where there is one, its transpose; the index is that of the product among the
+    # nodes.
     product, is_transposed = leaf, False
     node = uses.writer(leaf)
     if node is not None and node.op is _aten.t.default:
@@ -133,11 +130,9 @@ def _find_product(uses: _ValueUses, leaf: Name, flags: Any, exact: bool) -> tupl
 
 @cache
 def _same_bits(total: Aval, lhs: Aval, rhs: Aval, flags: Any) -> bool:
-    """Whether one call that multiplies and adds gives the bits of two calls, by trial on these shapes and flags.
-
-    It does where the product is summed up in one go before the old sum is added: in float32 from width 64 and up to
-    128 rows on the machine this was tried on, and nowhere in float64, bfloat16 or float16.
-    """
+    """Whether one call that multiplies and adds gives the bits of two calls, by trial on these shapes and flags."""
+    # It does where the product is summed up in one go before the old sum is added: in float32 from width 64 and up to
+    # 128 rows on the machine this was tried on, and nowhere in float64, bfloat16 or float16.
     if total.device.type == "meta" or any(0 in aval.stride for aval in (total, lhs, rhs)):
         return False
     # With more rows a trial takes as long as the op, and fails.

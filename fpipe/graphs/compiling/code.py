@@ -79,28 +79,20 @@ def _generate(graph: Graph, name: str) -> tuple[str, dict[str, Any]]:
         lines.append(line + (f"; del {', '.join(names)}" if names else ""))
     object_by_name |= {str(constant): tensor for constant, tensor in graph.constants.items()}
     # 3. A tuple of lists.
-    texts = [
-        f"[{', '.join(_argument_text(leaf, object_by_name) for leaf in leaves)}]" for leaves in graph.writes.values()
-    ]
+    texts = [f"[{', '.join(_argument_text(x, object_by_name) for x in leaves)}]" for leaves in graph.writes.values()]
     lines.append(f"    return {', '.join(texts)}{',' if len(texts) == 1 else ''}" if texts else "    return ()")
     return "\n".join(lines), object_by_name
 
 
 _aten: Any = torch.ops.aten
-_ARITHMETIC = {
-    op: packet.Tensor
-    for packet in (_aten.add, _aten.sub, _aten.mul, _aten.div)
-    for op in (packet.Tensor, packet.Scalar)
-}
+_ARITHMETIC = {op: p.Tensor for p in (_aten.add, _aten.sub, _aten.mul, _aten.div) for op in (p.Tensor, p.Scalar)}
 # Larger integers are not exact in float64.
 _MAX_EXACT_INT = 1 << 53
 
 
 def _with_number_tensors(graph: Graph) -> Graph:
-    """Replace the numbers of arithmetic ops by tensors, which torch would make in each call; the bits are the same.
-
-    Measured on one thread: `torch.div(x, 0.5)` 2.8 us, with the number in a tensor 1.3 us.
-    """
+    """Replace the numbers of arithmetic ops by tensors, which torch would make in each call; the bits are the same."""
+    # Measured on one thread: `torch.div(x, 0.5)` 2.8 us, with the number in a tensor 1.3 us.
     constants, facts, nodes = dict(graph.constants), dict(graph.facts), list[Node]()
     for node in graph.nodes:
         number = _number_tensor(node, graph)
@@ -114,11 +106,9 @@ def _with_number_tensors(graph: Graph) -> Graph:
 
 
 def _number_tensor(node: Node, graph: Graph) -> Tensor | None:
-    """Return the number in an arithmetic node as the tensor that torch would make of it, or None.
-
-    None for dtypes of fewer bits than float32, where torch computes with the number in full precision; and for
-    subnormal numbers, which torch may take for 0 (`torch.set_flush_denormal`).
-    """
+    """Return the number in an arithmetic node as the tensor that torch would make of it, or None."""
+    # None for dtypes of fewer bits than float32, where torch computes with the number in full precision; and for
+    # subnormal numbers, which torch may take for 0 (`torch.set_flush_denormal`).
     if node.op not in _ARITHMETIC or len(node.args) != 2 or node.kwargs or node.args[0] not in graph.facts:
         return None
     operand, number = graph.facts[node.args[0]].aval, node.args[1]
@@ -175,10 +165,8 @@ def _argument_text(argument: Any, object_by_name: dict[str, Any]) -> str:
 
 
 def _fastest_call(node: Node, graph: Graph) -> Callable[..., Any]:
-    """Return a function of torch that makes just this call of an op, in about half the time of the op's object.
-
-    Measured on one thread: `torch.mm` 1.2 us, `torch.ops.aten.mm.default` 2.0 us; `Tensor.t` 0.6 and 1.5 us.
-    """
+    """Return a function of torch that makes just this call of an op, in about half the time of the op's object."""
+    # Measured on one thread: `torch.mm` 1.2 us, `torch.ops.aten.mm.default` 2.0 us; `Tensor.t` 0.6 and 1.5 us.
     op: Any = node.op
     if not isinstance(op, OpOverload):
         return op
@@ -194,15 +182,11 @@ _ASK_GRAD_MODE = (torch.ops.aten.mkldnn_rnn_layer.default,)
 _FASTEST: dict[Any, Callable[..., Any]] = {}
 
 
-def _overload_key(argument: Any, graph: Graph) -> Any:
+def _overload_key(x: Any, graph: Graph) -> Any:
     """Return the properties by which torch's functions choose an overload: types, and which tensors are 0-d."""
-    if isinstance(argument, Name):
-        return argument in graph.facts and (len(graph.facts[argument].aval.shape) == 0, "tensor")
-    return (
-        (type(argument), *(_overload_key(child, graph) for child in argument))
-        if isinstance(argument, list | tuple)
-        else type(argument)
-    )
+    if isinstance(x, Name):
+        return x in graph.facts and (len(graph.facts[x].aval.shape) == 0, "tensor")
+    return (type(x), *(_overload_key(child, graph) for child in x)) if isinstance(x, list | tuple) else type(x)
 
 
 def _find_torch_function(op: Any, node: Node, graph: Graph) -> Callable[..., Any]:

@@ -199,18 +199,12 @@ def split_param_views(graph: Graph) -> tuple[Graph, Graph]:
     read_names = {name for node in other_nodes for name in node.reads}
     read_names |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
     param_names = [name for label in labels for name in graph.reads[label] if name is not None]
-    ready = tuple(
-        name
-        for name in (*param_names, *(node.name for node in graph.nodes))
-        if name in read_names & {*param_names, *views}
-    )
+    all_names = [*param_names, *(node.name for node in graph.nodes)]
+    ready = tuple(name for name in all_names if name in read_names & {*param_names, *views})
     needed = graph.ops_needed_by(ready)
-    preparation = replace(
-        graph,
-        nodes=tuple(node for node in graph.nodes if node.name in needed),
-        reads={label: graph.reads[label] for label in labels},
-        writes={"ready": ready},
-    )
+    nodes = tuple(node for node in graph.nodes if node.name in needed)
+    reads = {label: graph.reads[label] for label in labels}
+    preparation = replace(graph, nodes=nodes, reads=reads, writes={"ready": ready})
     reads = {label: leaves for label, leaves in graph.reads.items() if label not in labels}
     return preparation, replace(graph, nodes=tuple(other_nodes), reads={"ready": ready, **reads})
 

@@ -78,10 +78,8 @@ def compile_all(kernels: Iterable[Kernel]) -> None:
 
 
 def _split_draws(graph: Graph) -> tuple[Graph | None, Graph]:
-    """Split a graph into its draws of random numbers (None without any) and the rest, which reads these.
-
-    Compiled code takes no generators.
-    """
+    """Split a graph into its draws of random numbers (None without any) and the rest, which reads these."""
+    # Compiled code takes no generators.
     if not graph.reads.get(GENERATORS):
         return None, graph
     draw_nodes: list[Node] = []

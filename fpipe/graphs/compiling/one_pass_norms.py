@@ -82,9 +82,7 @@ def fuse_statistics(graph: Graph, owned: Collection[int]) -> Graph:
         is_written = not memories_in_use.isdisjoint((clone, leaf))
         if has_same_strides and clone not in replacements and not is_written and clone not in results:
             replacements[clone] = leaf
-    nodes = (
-        rewire_node(norms.get(node.name, node), replacements) for node in graph.nodes if node.name not in replacements
-    )
+    nodes = (rewire_node(norms.get(op.name, op), replacements) for op in graph.nodes if op.name not in replacements)
     writes = {label: substitute_names(leaves_written, replacements) for label, leaves_written in graph.writes.items()}
     return replace(graph, nodes=tuple(nodes), writes=writes)
 
@@ -92,11 +90,7 @@ def fuse_statistics(graph: Graph, owned: Collection[int]) -> Graph:
 def overwritten_state(graph: Graph) -> dict[int, int]:
     """Return, for each leaf of the next state that is written over a leaf of the old one, both indices."""
     index_by_name = {name: index for index, name in enumerate(graph.reads.get("state", ())) if name is not None}
-    return {
-        new_index: index_by_name[name]
-        for new_index, name in enumerate(graph.writes.get("state", ()))
-        if name in index_by_name
-    }
+    return {i: index_by_name[name] for i, name in enumerate(graph.writes.get("state", ())) if name in index_by_name}
 
 
 def _normalises(node: Node, x: Any) -> bool:

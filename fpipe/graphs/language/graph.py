@@ -264,18 +264,10 @@ def inline_loss(stage: Graph, loss: Graph) -> Graph:
     names |= output_by_input
     gradient_by_seed = {seed: substitute_names(dx, names) for seed, dx in cotangent_by_seed.items() if seed is not None}
     # 2. Facts. A tensor that one graph hands to the other has one storage in both.
-    storage_map = {loss.facts[name].storage: stage.facts[y].storage for name, y in output_by_input.items()}
-    facts = {
-        names.get(name, name): _with_mapped_storage(fact, storage_map)
-        for name, fact in loss.facts.items()
-        if name in names
-    }
-    storage_map = {stage.facts[seed].storage: facts[dx].storage for seed, dx in gradient_by_seed.items()}
-    facts |= {
-        name: _with_mapped_storage(fact, storage_map)
-        for name, fact in stage.facts.items()
-        if name not in gradient_by_seed
-    }
+    storages = {loss.facts[name].storage: stage.facts[y].storage for name, y in output_by_input.items()}
+    facts = {names.get(name, name): _map_storage(fact, storages) for name, fact in loss.facts.items() if name in names}
+    storages = {stage.facts[seed].storage: facts[dx].storage for seed, dx in gradient_by_seed.items()}
+    facts |= {name: _map_storage(fact, storages) for name, fact in stage.facts.items() if name not in gradient_by_seed}
     # 3. Order: forward of the stage, all of the loss, backward of the stage.
     forward_count = forward_end(stage)
     stage_nodes = [rewire_node(node, gradient_by_seed) for node in stage.nodes]
@@ -304,8 +296,8 @@ def forward_end(graph: Graph) -> int:
     return 1 + max((index for index, node in enumerate(graph.nodes) if node.name in needed), default=-1)
 
 
-def _with_mapped_storage(fact: Fact, storage_map: Mapping[int, int]) -> Fact:
-    return fact._replace(storage=storage_map.get(fact.storage, fact.storage))
+def _map_storage(fact: Fact, storages: Mapping[int, int]) -> Fact:
+    return fact._replace(storage=storages.get(fact.storage, fact.storage))
 
 
 def _names_in(arguments: Iterable[Any]) -> Iterator[Name]:

@@ -49,9 +49,7 @@ def describe_constants(tensors: Iterable[Any]) -> list[str] | None:
         # Lazy conjugation and negation are carried out first, so that equal numbers have equal bytes.
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
         digest = hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()[:8]
-        start_text = ", ".join(str(number) for number in flat[:_NUMBERS_SHOWN].tolist()) + ", .." * (
-            len(flat) > _NUMBERS_SHOWN
-        )
+        start_text = ", ".join(str(x) for x in flat[:_NUMBERS_SHOWN].tolist()) + ", .." * (len(flat) > _NUMBERS_SHOWN)
         lines.append(f"{aval_of_tensor(tensor)}: {start_text} (hash {digest})")
     return lines
 

@@ -88,10 +88,8 @@ class CollectiveStage:
         return replace(self, group=group, size=size, process_index=process_index)
 
     def _exchange_rows(self, x: Any) -> tuple[Tensor, ...]:
-        """Exchange the sizes, wait for them, and start the exchange of the rows.
-
-        Every process has to know how many rows it receives before it can allocate them, so the sizes cannot overlap.
-        """
+        """Exchange the sizes, wait for them, and start the exchange of the rows."""
+        # Every process has to know how many rows it receives before it can allocate them, so the sizes cannot overlap.
         if not isinstance(x, tuple) or len(x) < 2 or not _are_whole_numbers(x[-1]):  # pyright: ignore[reportUnknownArgumentType]
             raise TypeError(
                 f"{self.__name__} with sizes takes (rows, sizes), whole numbers last; found {_describe(x)}."
@@ -219,7 +217,5 @@ def _are_whole_numbers(sizes: Any) -> bool:
 
 def _describe(x: Any) -> str:
     values: Any = x if isinstance(x, tuple) else (x,)
-    descriptions = (
-        f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value) for value in values
-    )
+    descriptions = (f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in values)
     return f"({', '.join(descriptions)})"

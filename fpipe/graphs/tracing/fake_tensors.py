@@ -34,17 +34,9 @@ from fpipe.torch_private.dispatch import (
 
 _aten: Any = torch.ops.aten
 # The meta kernels of these report the right strides for all inputs, and running them on zeros would take long.
-_SLOW_OPS = (
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "mv",
-    "addmv",
-    "dot",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-)
-_TRUSTED_OPS = tuple(getattr(_aten, name).default for name in _SLOW_OPS)
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
+_ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+_TRUSTED_OPS = tuple(getattr(_aten, name).default for name in (*_PRODUCTS, _ATTENTION_BACKWARD))
 
 
 def fake_mode() -> Any:
@@ -147,10 +139,7 @@ def _trusts_meta_strides(op: Any, args: Any) -> bool:
     # Pointwise ops keep the strides of inputs that all have the same; meta kernels agree. An exception are random ops:
     # rrelu of transposed data writes other strides than its meta kernel reports.
     same_layout = len({(tensor.shape, tensor.stride()) for tensor in tensors if tensor.dim()}) == 1
-    value_dtypes = (
-        torch.bool,
-        *(tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()),
-    )
+    value_dtypes = (torch.bool, *(x.dtype for x in tensors if x.is_floating_point() or x.is_complex()))
     # Zeros would be valid indices only by luck: index ops read and write where their integers say.
     has_indices = any(tensor.dtype not in value_dtypes for tensor in tensors)
     is_random = torch.Tag.nondeterministic_seeded in op.tags
@@ -177,19 +166,13 @@ def _probe_strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[
     return _STRIDES_BY_CALL[key]
 
 
-def _layout_key(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
-    return (
-        tuple(map(_layout_key, argument))
-        if not isinstance(argument, str) and hasattr(argument, "__iter__")
-        else repr(argument)
-    )
+def _layout_key(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.device
+    return tuple(map(_layout_key, x)) if not isinstance(x, str) and hasattr(x, "__iter__") else repr(x)
 
 
-def _zeros_like(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return torch.empty_strided(
-            argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device
-        ).zero_()
-    return type(argument)(map(_zeros_like, argument)) if isinstance(argument, list | tuple) else argument
+def _zeros_like(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+    return type(x)(map(_zeros_like, x)) if isinstance(x, list | tuple) else x

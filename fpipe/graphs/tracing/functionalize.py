@@ -114,18 +114,14 @@ def _ignores_strides(user: fx.Node, copy: fx.Node, source: Any) -> bool:
 
 def _run_abstractly(op: Any, node: fx.Node, substitutes: Mapping[fx.Node, Any] = {}) -> Tensor:
     """Run an op on the fake values of a node's arguments, or of substitutes."""
-    args, kwargs = fx.map_arg(
-        (node.args, node.kwargs), lambda argument: substitutes.get(argument, argument).meta["val"]
-    )
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: substitutes.get(x, x).meta["val"])
     with node.meta["val"].fake_mode:
         return op(*args, **kwargs)
 
 
 def _functional_twin(node: fx.Node) -> Any:
-    """Return the functional twin of an op that mutates its first argument only; None if torch has none.
-
-    torch relates the two only by name, `sigmoid_` and `sigmoid`, so their argument types are compared too.
-    """
+    """Return the functional twin of an op that mutates its first argument only; None if torch has none."""
+    # torch relates the two only by name, `sigmoid_` and `sigmoid`, so their argument types are compared too.
     op: Any = node.target
     if not isinstance(op, OpOverload) or is_view_in_place(op) or mutated_nodes(node) != [*node.args[:1]]:
         return None

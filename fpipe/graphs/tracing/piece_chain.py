@@ -90,9 +90,7 @@ def join_pieces(
     The names of a piece get its number as a prefix. A tensor that one piece hands to another has one storage in both.
     """
     stage_graph = _StageGraphBuilder({**reads, **cotangents})
-    name_by_value: dict[PieceValue, Any] = {
-        value: stage_graph.reads[label][index] for value, (label, index) in slots.items()
-    }
+    name_by_value: dict[PieceValue, Any] = {value: stage_graph.reads[label][i] for value, (label, i) in slots.items()}
     # No gradient is ever summed here: the cotangents or one piece alone contribute the gradient of a value.
     gradient_by_value: dict[PieceValue, Name] = {
         value: cotangent
@@ -110,9 +108,7 @@ def join_pieces(
     for label, leaves in reads.items():
         gradient = gradient_of(label)
         if gradient is not None:
-            results[gradient] = tuple(
-                gradient_by_value.get(value_by_slot.get((label, index))) for index in range(len(leaves))
-            )
+            results[gradient] = tuple(gradient_by_value.get(value_by_slot.get((label, i))) for i in range(len(leaves)))
     return stage_graph.build(results)
 
 
@@ -121,10 +117,7 @@ class _StageGraphBuilder:
 
     def __init__(self, inputs: Mapping[str, Sequence[Any]]) -> None:
         self.reads = {
-            label: tuple(
-                Name(variable_name(label, index)) if isinstance(leaf, Aval) else None
-                for index, leaf in enumerate(leaves)
-            )
+            label: tuple(Name(variable_name(label, i)) if isinstance(x, Aval) else None for i, x in enumerate(leaves))
             for label, leaves in inputs.items()
         }
         self.facts: dict[Name, Fact] = {
@@ -155,7 +148,6 @@ class _RenamedPiece:
         self.forward_end = forward_end(graph)
 
     def add_forward(self, name_by_value: dict[PieceValue, Any]) -> None:
-        """Add the ops of the forward, and record the names of the values that they write."""
         graph = self.traced.graph
         for value, (label, index) in self.traced.slots.items():
             self._bind_input(graph.reads[label][index], name_by_value[value])
@@ -167,7 +159,6 @@ class _RenamedPiece:
         name_by_value.update(zip(self.traced.outputs, substitute_names(graph.writes["y"], self.names), strict=True))
 
     def add_backward(self, gradient_by_value: dict[PieceValue, Any]) -> None:
-        """Add the ops of the backward, and record the names of the gradients that they write."""
         graph = self.traced.graph
         for value, cotangent_name in zip(self.traced.outputs, graph.reads["dy"], strict=True):
             self._bind_input(cotangent_name, gradient_by_value.get(value))
@@ -233,10 +224,8 @@ class PieceCall:
     def __call__(self, leaves_by_label: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         """Run the piece as a function of leaves by label."""
         # As between stages: an alias keeps a piece that changes its input in place from changing another's output.
-        args = [
-            alias(leaves_by_label[label][index]) if label == "x" else leaves_by_label[label][index]
-            for label, index in self.slots.values()
-        ]
+        pairs = [(label, leaves_by_label[label][index]) for label, index in self.slots.values()]
+        args = [alias(leaf) if label == "x" else leaf for label, leaf in pairs]
         return {"y": [*self.piece.run(args)]}
 
 
@@ -261,15 +250,11 @@ class Chain:
     def outline(self, outline_piece: Callable[[PieceCall], Outline]) -> Outline:
         """Return the outline of the whole stage, from the outlines of its pieces."""
         reads = {label: [*map(_as_fact, leaves)] for label, leaves in self.reads.items()}
-        leaf_by_value: dict[PieceValue, Any] = {
-            value: reads[label][index] for value, (label, index) in self.slots.items()
-        }
+        leaf_by_value: dict[PieceValue, Any] = {value: reads[label][i] for value, (label, i) in self.slots.items()}
         outlines = [piece_outline for _, piece_outline in self._follow_pieces(outline_piece, leaf_by_value)]
         writes = {label: [leaf_by_value.get(leaf, leaf) for leaf in leaves] for label, leaves in self.writes.items()}
         ran = tuple(op for piece_outline in outlines for op in piece_outline.ran)
-        return Outline(
-            reads, writes, ran, (), any(piece_outline.has_python_gradient for piece_outline in outlines), self.specs
-        )
+        return Outline(reads, writes, ran, (), any(outline.has_python_gradient for outline in outlines), self.specs)
 
     def graph(
         self,
@@ -327,14 +312,16 @@ def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
     reads = dict(call.reads)
     # 2. Which leaf is which value is found by identity: hand the net one empty tensor on meta for each leaf, and look
     # where each of them comes out.
-    tokens_by_label = {label: [*map(_token, leaves)] for label, leaves in reads.items()}
+    tokens_by_label = {
+        label: [leaf.empty("meta") if isinstance(leaf, Aval) else leaf for leaf in leaves]
+        for label, leaves in reads.items()
+    }
     x = [tree.unflatten(spec, tokens_by_label[label]) for label, spec in call.specs if is_input(label)]
     params = [tokens_by_label[label][index] for label, index in param_slots_of(model, stage.forward)]
     has_several_inputs = isinstance(model.inputs[call.stage], tuple)
     try:
-        in_pieces = stage.forward.map_to_pieces(
-            params, tokens_by_label.get("const", []), tuple(x) if has_several_inputs else x[0]
-        )
+        constants = tokens_by_label.get("const", [])
+        in_pieces = stage.forward.map_to_pieces(params, constants, tuple(x) if has_several_inputs else x[0])
     except ValueError:
         # The batch does not fit the net: running the stage as a whole raises the same error with its place.
         return None
@@ -344,17 +331,11 @@ def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
     # 3. Map values to slots.
     ports = [tree.flatten(output) for output in outputs_of(model, call.stage, y)]
     values = [leaf for leaves, _ in ports for leaf in leaves]
-    slot_by_token = {
-        id(token): (label, index)
-        for label, label_tokens in tokens_by_label.items()
-        for index, token in enumerate(label_tokens)
-    }
+    slot_by_token = {id(x): (label, i) for label, tokens in tokens_by_label.items() for i, x in enumerate(tokens)}
     # A value that is returned twice would get two cotangents, and pieces never add gradients.
     if len({*map(id, values)}) < len(values) or not all(isinstance(token, Tensor) for token in token_by_value.values()):
         return None
-    flat_by_label = {label_at("y", port): flat_output for port, flat_output in enumerate(ports)} | {
-        "kept": tree.flatten([])
-    }
+    flat_by_label = {label_at("y", port): flat for port, flat in enumerate(ports)} | {"kept": tree.flatten([])}
     return Chain(
         stage.forward.pieces,
         {value: slot_by_token[id(token)] for value, token in token_by_value.items()},
@@ -362,7 +343,3 @@ def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
         {label: leaves for label, (leaves, _) in flat_by_label.items()},
         {label: spec for label, (_, spec) in flat_by_label.items()},
     )
-
-
-def _token(leaf: Any) -> Any:
-    return leaf.empty("meta") if isinstance(leaf, Aval) else leaf

@@ -35,11 +35,8 @@ def draws_random_numbers(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -
     return values.get("dropout_p") != 0.0 and values.get("training") is not False and values.get("train") is not False
 
 
-_DROPOUTS = frozenset(
-    getattr(torch.ops.aten, f"{kind}dropout{in_place}")
-    for kind in ("", "alpha_", "feature_", "feature_alpha_")
-    for in_place in ("", "_")
-)
+_DROPOUT_NAMES = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+_DROPOUTS = frozenset(getattr(torch.ops.aten, op) for name in _DROPOUT_NAMES for op in (name, f"{name}_"))
 
 
 def refuse_unkeyed_randomness(calls: list[fx.Node], forward_call_count: int) -> None:
@@ -215,10 +212,7 @@ def _overload_with_generator(op: Any) -> Callable[..., Any]:
     other_names = [argument_name for argument_name in _argument_names(op) if argument_name != "generator"]
     for overload in (op, *(getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())):
         names = _argument_names(overload)
-        if (
-            "generator" in names
-            and [argument_name for argument_name in names if argument_name != "generator"] == other_names
-        ):
+        if "generator" in names and [name for name in names if name != "generator"] == other_names:
             return overload
     return GeneratorAdapter(op)
 

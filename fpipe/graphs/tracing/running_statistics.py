@@ -28,10 +28,8 @@ _LIBRARY.define(
 def _next_statistics(
     x: Tensor, mean: Tensor, var: Tensor, momentum: float | None, batches: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the next running statistics, with the bits of the norm.
-
-    Without a momentum, they are the mean over all batches so far, of which `batches` is the number.
-    """
+    """Return the next running statistics, with the bits of the norm."""
+    # Without a momentum, they are the mean over all batches so far, of which `batches` is the number.
     if momentum is None:
         momentum = 0.0 if batches is None else 1.0 / float(batches)
     mean, var = (old.clone(memory_format=torch.contiguous_format) for old in (mean, var))
@@ -103,8 +101,6 @@ def _split_norm(norm: fx.Node, position: int, position_by_node: Mapping[fx.Node,
 
 
 def _replace_after(position: int, old: Any, new: fx.Node, position_by_node: Mapping[fx.Node, int]) -> None:
-    """Let the ops after a position read another value."""
-
     def comes_after(user: fx.Node) -> bool:
         return position_by_node.get(user, -1) > position
 

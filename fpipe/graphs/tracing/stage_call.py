@@ -49,10 +49,8 @@ class StageCall:
 
     @cached_property
     def _comparison_key(self) -> Any:
-        """The parts that equal calls have in common, with the exact types of leaves that are no tensors.
-
-        Python takes 1 and True to be equal, and 0.0 and -0.0, as leaves and as keys of containers; a trace does not.
-        """
+        """The parts that equal calls have in common, with the exact types of leaves that are no tensors."""
+        # Python takes 1 and True to be equal, and 0.0 and -0.0, as leaves and as keys of containers; a trace does not.
         leaves = (leaf for _, leaves in self.reads for leaf in leaves if not isinstance(leaf, Aval))
         kinds = tuple((type(leaf), repr(leaf) if isinstance(leaf, float | complex) else None) for leaf in leaves)
         keys = tuple(None if spec is None else tree.mixed_key_text(spec) for _, spec in self.specs)
@@ -70,8 +68,8 @@ class StageCall:
     def __hash__(self) -> int:
         return self._hash
 
-    def __eq__(self, another: object) -> bool:
-        return self is another or (isinstance(another, StageCall) and self._comparison_key == another._comparison_key)
+    def __eq__(self, call: object) -> bool:
+        return self is call or (isinstance(call, StageCall) and self._comparison_key == call._comparison_key)
 
     def differentiable(self) -> StageCall:
         """Return this call with a gradient of every input that can have one."""

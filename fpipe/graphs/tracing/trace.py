@@ -152,12 +152,7 @@ def trace(
     leaves_by_label: LeavesByLabel = {**reads, **cotangents}
     # make_fx passes and returns flat lists of tensors. `slots` says which leaf each of its inputs is, and
     # `labelled_results`, which the traced call fills in, which leaf each of its outputs is.
-    slots = [
-        (label, index)
-        for label, leaves in leaves_by_label.items()
-        for index, leaf in enumerate(leaves)
-        if isinstance(leaf, Aval)
-    ]
+    slots = [(label, i) for label, avals in leaves_by_label.items() for i, x in enumerate(avals) if isinstance(x, Aval)]
     labelled_results: list[tuple[str, list[Any]]] = []
     forward_call_counts: list[int] = []
     caches_casts = torch.is_autocast_cache_enabled()
@@ -181,9 +176,8 @@ def trace(
         traced: Any = trace_on_fakes(run_joint, fakes)
         # 1. Log the ops as they ran, before any rewrite, to be compared with those of the outline.
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
-        ran = tuple(
-            str(node.target) for node in calls if isinstance(node.target, OpOverload) and node.target not in _NOT_LOGGED
-        )
+        targets = [node.target for node in calls]
+        ran = tuple(str(op) for op in targets if isinstance(op, OpOverload) and op not in _NOT_LOGGED)
         refuse_unkeyed_randomness(calls, forward_call_counts[0])
         # 2. Make the graph functional.
         replace_fills(traced)
@@ -228,10 +222,9 @@ def _run_with_gradient(
                 grads = iter(compute_grads() if run_backward is None else run_backward(args, compute_grads))
         for label, gradient_label in gradients.items():
             read_grads = [next(grads) if _requires_grad(leaf) else None for leaf in arguments[label]]
-            yield (
-                gradient_label,
-                [*map(with_layout_of, arguments[label], read_grads)] if is_parameter(label) else read_grads,
-            )
+            if is_parameter(label):
+                read_grads = [*map(with_layout_of, arguments[label], read_grads)]
+            yield gradient_label, read_grads
 
 
 def _with_params_per_row(arguments: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -244,10 +237,8 @@ def _with_params_per_row(arguments: Mapping[str, list[Any]]) -> dict[str, list[A
 
 @contextmanager
 def _backward_in_this_thread() -> Generator[None]:
-    """Enable gradients, and run backwards in this thread.
-
-    For tensors on a device autograd would use a thread of its own, where our dispatch modes are not active.
-    """
+    """Enable gradients, and run backwards in this thread."""
+    # For tensors on a device autograd would use a thread of its own, where our dispatch modes are not active.
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
 
@@ -273,11 +264,9 @@ def _empty_tensor(leaf: Any) -> Any:
 
 @contextmanager
 def _with_autocast_cache(enabled: bool) -> Generator[None]:
-    """Enable or disable autocast's cache of cast weights, which is empty on entry and on exit.
-
-    With the cache a weight is cast once for all its uses, so their gradients are added in the lower precision; make_fx
-    disables it. Casts that are made here have no data, so the next real run must not find them in the cache.
-    """
+    """Enable or disable autocast's cache of cast weights, which is empty on entry and on exit."""
+    # With the cache a weight is cast once for all its uses, so their gradients are added in the lower precision;
+    # make_fx disables it. Casts that are made here have no data, so the next real run must not find them in the cache.
     was_enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(enabled)
@@ -327,11 +316,9 @@ def _build_graph(
     slots: Sequence[tuple[str, int]],
     labelled_results: Sequence[tuple[str, list[Any]]],
 ) -> Graph:
-    """Return the traced ops as a Graph of the language.
-
-    `detach` and its like are dropped: they compute nothing, and the graph, which has its gradient, is never
-    differentiated again.
-    """
+    """Return the traced ops as a Graph of the language."""
+    # `detach` and its like are dropped: they compute nothing, and the graph, which has its gradient, is never
+    # differentiated again.
     name_by_node: dict[fx.Node, Any] = {}
     facts: dict[Name, Fact] = {}
     constants: dict[Name, Tensor] = {}
@@ -359,10 +346,8 @@ def _build_graph(
             name_by_node[node] = name_by_node[node.args[0]]
             continue
         else:
-            args, kwargs = (
-                _with_names(node.args, name_by_node),
-                {keyword: _with_names(argument, name_by_node) for keyword, argument in node.kwargs.items()},
-            )
+            args = _with_names(node.args, name_by_node)
+            kwargs = {keyword: _with_names(argument, name_by_node) for keyword, argument in node.kwargs.items()}
             nodes.append(Node(name, node.target, args, kwargs))
         name_by_node[node] = name
         value = node.meta.get("val", constants.get(name))
@@ -383,9 +368,7 @@ _NOT_LOGGED = (*_IDENTITIES, _aten.lift_fresh_copy.default)
 
 
 def _unused_name(name: str, used_names: set[str]) -> Name:
-    unused = next(
-        candidate for candidate in chain([name], (f"{name}_{k}" for k in count(1))) if candidate not in used_names
-    )
+    unused = next(text for text in chain([name], (f"{name}_{k}" for k in count(1))) if text not in used_names)
     used_names.add(unused)
     return Name(unused)
 

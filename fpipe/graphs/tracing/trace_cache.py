@@ -148,7 +148,6 @@ class Traces:
         )
 
     def _new_graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
-        """Build the graph of a call: join the graphs of its pieces, or trace the whole stage if it has none."""
         chain = self._chain(call)
         if chain is not None:
             return chain.graph(self._piece_outline, self._piece_graph, cotangents)
@@ -193,22 +192,18 @@ class Traces:
             raise Untraceable("it is not traced yet")
 
     def shared(self, call: StageCall) -> StageCall:
-        """Return the call whose trace serves this one: with gradients of all inputs, if that runs the same ops.
-
-        The first stages, whose inputs need no gradient, then share the traces of the later ones, and gradients that
-        nobody reads are cut off afterwards. A gradient written in Python may compute something else when its input
-        needs none (`ctx.needs_input_grad`), so such a stage keeps its own trace.
-        """
+        """Return the call whose trace serves this one: with gradients of all inputs, if that runs the same ops."""
+        # The first stages, whose inputs need no gradient, then share the traces of the later ones, and gradients that
+        # nobody reads are cut off afterwards. A gradient written in Python may compute something else when its input
+        # needs none (`ctx.needs_input_grad`), so such a stage keeps its own trace.
         if call not in self._shareable_calls:
             self._shareable_calls[call] = call
             differentiable = call.differentiable()
             # Untraceable: a stage may change an input in place, which autograd would refuse if it needed a gradient.
             with suppress(Untraceable, LeakedTensor):
                 outline, with_all = self.outline(call), self.outline(differentiable)
-                if not outline.has_python_gradient and (outline.ran, outline.numbers) == (
-                    with_all.ran,
-                    with_all.numbers,
-                ):
+                runs_same_ops = (outline.ran, outline.numbers) == (with_all.ran, with_all.numbers)
+                if runs_same_ops and not outline.has_python_gradient:
                     self._shareable_calls[call] = differentiable
         return self._shareable_calls[call]
 
@@ -243,24 +238,15 @@ class Traces:
         # A net's stage reads parameters by position, so equal blocks under other names share a trace.
         is_positional = isinstance(stage.forward, PositionalStage)
         tied_names = tuple("" if is_positional else leaf.name for leaf in self.model.tied(call.stage))
-        call_key = (
-            frozenset(stage.asks),
-            stage.aux_loss,
-            tied_names,
-            self.model.ports(call.stage),
-            isinstance(self.model.inputs[call.stage], tuple),
-            call.microbatch,
-            call.turn,
-        )
+        ports, has_several_inputs = self.model.ports(call.stage), isinstance(self.model.inputs[call.stage], tuple)
+        stage_key = (frozenset(stage.asks), stage.aux_loss, tied_names, ports, has_several_inputs)
+        call_key = (*stage_key, call.microbatch, call.turn)
         if isinstance(stage.forward, PositionalStage):
             specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))
             if call.stage not in self._twin_by_stage:
                 self._twin_by_stage[call.stage] = stage.forward.sharing_key()
-            twin = (
-                self._twin_by_stage[call.stage],
-                *param_slots_of(self.model, stage.forward),
-                buffer_indices(stage.forward, call),
-            )
+            param_slots = param_slots_of(self.model, stage.forward)
+            twin = (self._twin_by_stage[call.stage], *param_slots, buffer_indices(stage.forward, call))
             return twin, call_key, specs, *context_key
         # A function around a net bakes the net's constants into its trace: they belong to the key, by identity.
         wrapped = net_stage_of(stage.forward)
@@ -300,13 +286,9 @@ def _leaves_of(call: StageCall) -> list[Any]:
 
 def _identity_loss(call: StageCall, cotangents: Cotangents) -> Graph:
     """Return the empty graph of a model without a loss function: its last stage's output is the loss."""
-    reads = {
-        label: tuple(Name(variable_name(label, index)) for index in range(len(leaves))) for label, leaves in call.reads
-    }
+    reads = {label: tuple(Name(variable_name(label, i)) for i in range(len(leaves))) for label, leaves in call.reads}
     cotangent, leaf = Name("dloss_0"), dict(call.reads)["x"][0]
-    avals = {
-        name: leaf_aval for label, leaves in call.reads for name, leaf_aval in zip(reads[label], leaves, strict=True)
-    }
+    avals = {name: aval for label, leaves in call.reads for name, aval in zip(reads[label], leaves, strict=True)}
     avals[cotangent] = cotangents["dloss"][0]
     facts = {name: fact_in_own_storage(leaf_aval) for name, leaf_aval in avals.items() if isinstance(leaf_aval, Aval)}
     name_by_label = {label: tuple(name if name in facts else None for name in names) for label, names in reads.items()}

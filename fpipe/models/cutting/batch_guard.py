@@ -39,11 +39,8 @@ class BatchGuard:
 
     def fixed_rows(self) -> tuple[str, int] | None:
         """Return path and rows of the first leaf with as many rows as the batch whose number the trace has fixed."""
-        leaves = [
-            (path, len(leaf), sizes)
-            for (path, leaf), sizes in zip(self.example, self.sizes, strict=False)
-            if isinstance(leaf, Tensor) and leaf.ndim
-        ]
+        pairs = zip(self.example, self.sizes, strict=False)
+        leaves = [(path, len(x), sizes) for (path, x), sizes in pairs if isinstance(x, Tensor) and x.ndim]
         return next(((path, rows) for path, rows, sizes in leaves if 0 not in sizes and rows == leaves[0][1]), None)
 
     def in_example_order(self, inputs: Any) -> Any:
@@ -60,20 +57,15 @@ class BatchGuard:
         Dtypes, numbers and all sizes but the open ones must be the example's, and the guards, which are the comparisons
         of open sizes that decided a branch, must hold.
         """
-        shapes = tuple(
-            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in (*leaves, *extra_values)
-        )
+        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in (*leaves, *extra_values))
         if shapes in self.accepted_shapes:
             return
         for (path, example), sizes, leaf in zip(self.example, self.sizes, leaves, strict=False):
             if isinstance(example, Tensor):
                 self._check_tensor(path, example, sizes, leaf)
             elif leaf != example:
-                hint = (
-                    f" A number that changes goes in as torch.tensor({leaf!r})."
-                    if isinstance(leaf, int | float) and not isinstance(leaf, bool)
-                    else ""
-                )
+                is_number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
+                hint = f" A number that changes goes in as torch.tensor({leaf!r})." if is_number else ""
                 raise ValueError(f"{path} was {example!r} when {self.who} was traced, found {leaf!r}.{hint}")
         self._check_open_sizes(leaves, extra_values)
         self.accepted_shapes.add(shapes)
@@ -108,9 +100,7 @@ class BatchGuard:
             *zip(self.sizes[len(self.example) :], extra_values, repeat("the last stage's output")),
             *zip(self.sizes, leaves, (path for path, _ in self.example), strict=False),
         )
-        open_dims = [
-            (expr, value.shape[dim], path) for sizes, value, path in named_values for dim, expr in sizes.items()
-        ]
+        open_dims = [(expr, x.shape[dim], path) for sizes, x, path in named_values for dim, expr in sizes.items()]
         size_and_path = {expr: (size, path) for expr, size, path in reversed(open_dims) if expr.is_Symbol}
         size_by_symbol = {symbol: size for symbol, (size, _) in size_and_path.items()}
         # 2) Every other size must be what its expression then gives.

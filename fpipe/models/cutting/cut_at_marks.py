@@ -207,20 +207,14 @@ class StageGraphs:
         self.inputs = [*map(self._inputs_of, self.subgraphs)]
 
     def _cut_backwards(self, results: Iterable[fx.Node]) -> tuple[list[Subgraph], list[list[fx.Node]]]:
-        """Return the subgraph of each stage, and the values that it passes on, in the order of the graph.
-
-        The last stage comes first: what a stage has to return is known once all its readers are.
-        """
+        """Return the subgraph of each stage, and the values that it passes on, in the order of the graph."""
+        # The last stage comes first: what a stage has to return is known once all its readers are.
         outputs_by_stage: list[dict[fx.Node, None]] = [{} for _ in range(self.marked.stage_count)]
         outputs_by_stage[-1] = dict.fromkeys(results)
         readable = {**self.params, **self.marked.net.constants}
         subgraphs: list[Subgraph] = []
         for stage in reversed(range(self.marked.stage_count)):
-            local_nodes = {
-                node
-                for node, node_stage in self.marked.stage_of.items()
-                if node_stage == stage and node not in self.excluded
-            }
+            local_nodes = {node for node, k in self.marked.stage_of.items() if k == stage and node not in self.excluded}
             stage_results = (*outputs_by_stage[stage], *self.extra_results[stage])
             subgraph = Subgraph(self.marked, stage_results, local_nodes, readable, self.batch)
             for node in subgraph.received:
@@ -236,10 +230,8 @@ class StageGraphs:
         return subgraphs, [sorted(values, key=position_by_node.__getitem__) for values in outputs_by_stage]
 
     def _refuse_mutated_between(self, node: fx.Node, stage: int) -> None:
-        """Raise ValueError if a stage between the writer of a value and this reader mutates it.
-
-        That stage would mutate its own copy, and this reader would see the value from before.
-        """
+        """Raise ValueError if a stage between the writer of a value and this reader mutates it."""
+        # That stage would mutate its own copy, and this reader would see the value from before.
         writer_stage, mutator = self.marked.stage_of[node], self.marked.mutators.get(node)
         if mutator is not None and writer_stage < self.marked.stage_of[mutator] < stage:
             raise ValueError(
@@ -263,10 +255,8 @@ class StageGraphs:
 
     def stages_by_param(self) -> dict[str, list[int]]:
         """Return the stages that read each parameter, by its name."""
-        return {
-            name: [stage for stage, subgraph in enumerate(self.subgraphs) if name in subgraph.params]
-            for name in self.params.values()
-        }
+        names_by_stage = [*enumerate(subgraph.params for subgraph in self.subgraphs)]
+        return {name: [k for k, names in names_by_stage if name in names] for name in self.params.values()}
 
     def module(self, stage: int) -> fx.GraphModule:
         """Build the graph of a stage. It returns its output, and a list of the extra results."""

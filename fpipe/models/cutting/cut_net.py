@@ -83,9 +83,7 @@ class CutNet:
             name: stages for name, stages in readers.items() if len(stages) > 1 and name not in untrained_readers
         }
         self.ties = [[(stage, name) for stage in stages] for name, stages in tied_readers.items()]
-        self.inputs: list[Source | tuple[Source, ...]] = [
-            as_stage_input(sources) for sources in self.stage_graphs.inputs
-        ]
+        self.inputs: list[Source | tuple[Source, ...]] = [as_stage_input(group) for group in self.stage_graphs.inputs]
         self.guard = BatchGuard(net, nodes, example, "inputs")
         mode_modules = [(path, module) for path, module in modules if may_depend_on_mode(module)]
         self.stages = [self._stage(number, () if number else mode_modules) for number in range(marked.stage_count)]
@@ -158,10 +156,8 @@ class OutputUnflattener:
         """Return the output of the net."""
         values = graph_result if self.is_tuple else (graph_result,)
         indices_and_leaves = zip(self.value_indices, self.leaves, strict=True)
-        return tree.unflatten(
-            self.spec,
-            [leaf if value_index is None else values[value_index] for value_index, leaf in indices_and_leaves],
-        )
+        leaves = [leaf if index is None else values[index] for index, leaf in indices_and_leaves]
+        return tree.unflatten(self.spec, leaves)
 
 
 def _output_unflattener(values: Sequence[fx.Node], leaves: Sequence[Any], spec: tree.Spec) -> OutputUnflattener | None:
@@ -192,9 +188,7 @@ class CutReport:
 
     def __str__(self) -> str:
         costs = [sum(flops_of_nodes([*self._computed(stage)])) for stage in range(len(self.module_words))]
-        return "\n".join(
-            line for stage, cost in enumerate(costs) for line in self._lines(stage, cost / max(1, sum(costs)))
-        )
+        return "\n".join(line for i, cost in enumerate(costs) for line in self._lines(i, cost / max(1, sum(costs))))
 
     def _lines(self, stage: int, share: float) -> Iterable[str]:
         part = self.net.stage_graphs.subgraphs[stage]

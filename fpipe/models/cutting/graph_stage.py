@@ -245,11 +245,8 @@ class GraphStage(PositionalStage):
         self.param_addresses = ParamAddresses({}, ())
         self.opaque = opaque_calls_of(graph.graph)
         module_by_path = {call.path: call.module for call in self.opaque}
-        self.modules = [
-            (path, submodule)
-            for prefix, module in module_by_path.items()
-            for path, submodule in module.named_modules(prefix=prefix)
-        ]
+        named_modules = (module.named_modules(prefix=prefix) for prefix, module in module_by_path.items())
+        self.modules = [path_and_module for modules in named_modules for path_and_module in modules]
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Dump graphs in torch's format and drop caches, so that other processes can load the stage."""
@@ -285,10 +282,7 @@ class GraphStage(PositionalStage):
         tensors = dict(zip(self.reads, params, strict=False)) | dict(zip(self.fixed, constants, strict=True))
         tensors |= dict(zip(self.state_names, buffers, strict=True))
         inputs = self._input_leaves(x)
-        return [
-            *(tensors[name] for name in self.read_names),
-            *(inputs[input_index][leaf_index] for input_index, leaf_index in self.leaf_places),
-        ]
+        return [*(tensors[name] for name in self.read_names), *(inputs[i][j] for i, j in self.leaf_places)]
 
     def _input_leaves(self, x: Any) -> list[list[Any]]:
         """Return the leaves of each input; raise ValueError if the trace is not for them."""
@@ -345,11 +339,8 @@ class GraphStage(PositionalStage):
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all buffers and frozen parameters of the net for the first stage, and none for others."""
         name_by_first = self.tensors.canonical_names if self.number == 0 else {}
-        yield from (
-            (name, self.tensors.current_tensor(name))
-            for name in name_by_first
-            if name_by_first[name] not in self.tensors.param_names
-        )
+        names = [name for name in name_by_first if name_by_first[name] not in self.tensors.param_names]
+        yield from ((name, self.tensors.current_tensor(name)) for name in names)
 
     def moved_params(self) -> Mapping[str, int]:
         """Return the parameters whose memory is another than when they were handed out."""
@@ -360,11 +351,9 @@ class GraphStage(PositionalStage):
         return self.traced_modes.current()
 
     def return_state(self, names: Sequence[str]) -> None:
-        """Add buffers to the state of the stage that it reads and returns unchanged.
-
-        A net cut in eval mode writes fewer buffers than in training. So that both models take one state, the stages of
-        the eval net take and return the buffers that those of the training net write.
-        """
+        """Add buffers to the state of the stage that it reads and returns unchanged."""
+        # A net cut in eval mode writes fewer buffers than in training. So that both models take one state, the stages
+        # of the eval net take and return the buffers that those of the training net write.
         if not {*self.state_names} <= {*names}:
             raise ValueError(
                 f"stage {self.number} writes {self.state_names[-1]!r} in eval mode: cut the net in that mode."
@@ -372,11 +361,9 @@ class GraphStage(PositionalStage):
         graph, placeholders = self.graph.graph, self.graph.graph.find_nodes(op="placeholder")
         node_by_name = dict(zip(self.read_names, placeholders, strict=False))
         with graph.inserting_before(next(iter([*placeholders[len(self.read_names) :], *graph.nodes]))):
-            node_by_name |= {
-                name: graph.placeholder(f"state_{index}")
-                for index, name in enumerate(names)
-                if name not in node_by_name
-            }
+            for index, name in enumerate(names):
+                if name not in node_by_name:
+                    node_by_name[name] = graph.placeholder(f"state_{index}")
         output = graph.output_node()
         returned: Any = output.args[0]
         output_by_name = dict(zip(self.state_names, returned[1], strict=True))
@@ -386,24 +373,13 @@ class GraphStage(PositionalStage):
         self.graph.recompile()
 
     def sharing_key(self) -> Any:
-        """Return a key that is equal for stages with the same operations on the same kinds of inputs in one order.
-
-        A stage that checks the batch or modes is equal to itself alone.
-        """
+        """Return a key that is equal for stages with the same operations on the same kinds of inputs in one order."""
+        # A stage that checks the batch or modes is equal to itself alone.
         unsupported: list[Any] = [self] if self.guard or self.traced_modes.modules else []
         node_keys = operation_keys(self.graph.graph, unsupported, self.graph)
         index_by_name_of_kind = [
             {name: index for index, name in enumerate(names)} for names in (self.reads, self.fixed, self.state_names)
         ]
-        read_kinds = tuple(
-            tuple(index_by_name.get(name) for index_by_name in index_by_name_of_kind) for name in self.read_names
-        )
-        interface = (
-            tuple(self.leaf_places),
-            self.has_several_inputs,
-            len(self.names),
-            self.modes(),
-            read_kinds,
-            self.unflatten_output,
-        )
-        return node_keys, interface, IdentityKey(self) if unsupported else None
+        read_kinds = tuple(tuple(indices.get(name) for indices in index_by_name_of_kind) for name in self.read_names)
+        inputs = (tuple(self.leaf_places), self.has_several_inputs, len(self.names), read_kinds)
+        return node_keys, inputs, self.modes(), self.unflatten_output, IdentityKey(self) if unsupported else None

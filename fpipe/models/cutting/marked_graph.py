@@ -38,12 +38,7 @@ class MarkedGraph:
         self.stage_of = _stage_by_node(self.graph, self.value_by_mark_output, net.who)
         self.stage_count = 1 + max(self.stage_of.values())
         self.contexts = contexts_of(self.graph)
-        self.mutators = {
-            value: node
-            for node in self.stage_of
-            for mutated_value in mutated_nodes(node)
-            for value in self.with_bases(mutated_value)
-        }
+        self.mutators = {value: op for op in self.stage_of for x in mutated_nodes(op) for value in self.with_bases(x)}
         self.replicated = self._find_replicated()
 
     def value(self, node: fx.Node) -> fx.Node:
@@ -71,10 +66,8 @@ class MarkedGraph:
         return bases
 
     def _find_replicated(self) -> set[fx.Node]:
-        """Find sizes, masks and literals: values that depend on no tensor of the caller, unmutated and not random.
-
-        To compute them again in each stage is cheaper than to send them, and a size is no tensor that could be sent.
-        """
+        """Find sizes, masks and literals: values that depend on no tensor of the caller, unmutated and not random."""
+        # To compute them again in each stage is cheaper than to send them, and a size is no tensor that could be sent.
         replicated: set[fx.Node] = set()
         for node in self.graph.nodes:
             is_literal = node.op == "get_attr" or node in self.net.constants
@@ -161,11 +154,8 @@ def buffers_written_by_stage(
                 f"buffer of its own. Work on a copy.{location_of(mutator)}"
             )
         # The stages of the buffer are those of its users, and of users of its views.
-        ops_on_views = (
-            op
-            for op in marked.dependents_of([node])
-            if any(node in marked.with_bases(value) for value in marked.reads(op))
-        )
+        dependents = marked.dependents_of([node])
+        ops_on_views = [op for op in dependents if any(node in marked.with_bases(x) for x in marked.reads(op))]
         op_by_stage = {marked.stage_of[op]: op for op in (*ops_on_views, *node.users) if op in marked.stage_of}
         if len(op_by_stage) > 1:
             raise ValueError(

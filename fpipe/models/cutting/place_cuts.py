@@ -132,7 +132,7 @@ def place_cuts(
     #    It is one node for DTensors; otherwise the wait is a second node.
     exchange_by_position = collectives_of(nodes) if collectives else {}
     exchange_bounds = {*exchange_by_position}
-    exchange_bounds |= {at + 1 if nodes[at].target is DTENSOR else at + 2 for at in exchange_by_position}
+    exchange_bounds |= {k + 1 if nodes[k].target is DTENSOR else k + 2 for k in exchange_by_position}
     exchange_bounds -= {0, len(nodes), *mark_positions, *(position + 1 for position in mark_positions)}
     # 4) Insert the marks. All positions are of `nodes`, the list from before.
     new_marks = sorted({call.end + 1 for call in ends} | exchange_bounds)
@@ -195,12 +195,8 @@ def _measured_costs(costs: Costs, block_count: int) -> list[float]:
 
 
 def _param_bytes(nodes: Sequence[fx.Node], params: Mapping[fx.Node, str]) -> int:
-    value_by_param: dict[Any, Any] = {
-        param: param.meta["val"] for node in nodes for param in node.all_input_nodes if param in params
-    }
-    return sum(
-        int(value.numel()) * value.element_size() for value in value_by_param.values() if isinstance(value, Tensor)
-    )
+    value_by_param: dict[Any, Any] = {p: p.meta["val"] for node in nodes for p in node.all_input_nodes if p in params}
+    return sum(int(x.numel()) * x.element_size() for x in value_by_param.values() if isinstance(x, Tensor))
 
 
 def flops_of_nodes(nodes: Sequence[fx.Node]) -> list[int]:

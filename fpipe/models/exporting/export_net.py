@@ -93,9 +93,7 @@ def _moved_to_meta(net: nn.Module) -> Generator[bool]:
     """Move all tensors of a net to meta, and create new ones there, if a parameter is on meta; yield whether one is."""
     is_on_meta = any(parameter.is_meta for parameter in net.parameters())
     dicts: list[Any] = [holder for module in net.modules() for holder in (*direct_members(module)[:2], vars(module))]
-    slots = [
-        (holder, name, tensor) for holder in dicts for name, tensor in holder.items() if isinstance(tensor, Tensor)
-    ]
+    slots = [(holder, name, x) for holder in dicts for name, x in holder.items() if isinstance(x, Tensor)]
     slots = [(holder, name, tensor) for holder, name, tensor in slots if is_on_meta and not tensor.is_meta]
     # By id, so that tied parameters stay one tensor.
     meta_by_id = {id(tensor): _without_data(tensor) for _, _, tensor in slots}
@@ -118,10 +116,8 @@ def _without_data(leaf: Any) -> Any:
 def _call_and_write_back(
     net: nn.Module, forward: Callable[..., Any], inspect_results: Callable[[Any], Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a net, and copy tensors that it assigned to buffers into the old buffers.
-
-    torch.export records writes into a buffer, but loses an assignment to a buffer of an inner module.
-    """
+    """Call a net, and copy tensors that it assigned to buffers into the old buffers."""
+    # torch.export records writes into a buffer, but loses an assignment to a buffer of an inner module.
     buffer_dicts = [direct_members(module).buffers for module in net.modules()]
     old_buffers = [(buffers, name, buffer) for buffers in buffer_dicts for name, buffer in buffers.items()]
     output = inspect_results(forward(*args, **kwargs))
@@ -133,22 +129,16 @@ def _call_and_write_back(
 
 
 def _bindable_signature(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.Signature:
-    """Return the signature of a net, with a parameter for each keyword that it takes by **kwargs.
-
-    torch.export leaves no size symbolic for an argument without a parameter.
-    """
+    """Return the signature of a net, with a parameter for each keyword that it takes by **kwargs."""
+    # torch.export leaves no size symbolic for an argument without a parameter.
     signature = inspect.signature(net.forward)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ValueError(f"the example is no call of {type(net).__name__}.forward: {error}.") from None
-    named_parameters = [
-        parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    named_parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     names = {parameter.name for parameter in named_parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL}
-    keyword_parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in names
-    ]
+    keyword_parameters = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in kwargs if key not in names]
     return signature.replace(parameters=[*named_parameters, *keyword_parameters])
 
 
@@ -170,9 +160,7 @@ def _resolve_slices(net: nn.Module, path: str) -> str:
         # With duplicates, since a list may contain a block twice, and the slice counts positions.
         names = [name for name, _ in modules if name and "." not in name]
         sliced_names = names[slice(*(None if bound == "None" else int(bound) for bound in match.groups()))]
-        path = ".".join(
-            path_part for path_part in (parent, sliced_names[int(inner_names[0])], *inner_names[1:]) if path_part
-        )
+        path = ".".join(name for name in (parent, sliced_names[int(inner_names[0])], *inner_names[1:]) if name)
     return path
 
 

@@ -97,11 +97,9 @@ def split_into_blocks(root: ModuleCall, min_blocks: int) -> list[ModuleCall]:
 
 
 def _repeating_blocks(call: ModuleCall) -> list[ModuleCall]:
-    """Return the outermost repeating blocks inside a call.
-
-    Repeating are children of one list of which two have one class, and several calls of one module with parameters. A
-    Sequential that is a list member by its name only, as layer1 to layer4 of a ResNet, is unpacked: its blocks count.
-    """
+    """Return the outermost repeating blocks inside a call."""
+    # Repeating are children of one list of which two have one class, and several calls of one module with parameters. A
+    # Sequential that is a list member by its name only, as layer1 to layer4 of a ResNet, is unpacked: its blocks count.
     list_counts = Counter((_list_name(child), child.kind) for child in call.children)
     repeating = {list_name for (list_name, _), count in list_counts.items() if count > 1 and list_name is not None}
     call_counts = Counter(child.path for child in call.children if child.has_params)

@@ -147,14 +147,8 @@ class NetTensors(NamedTuple):
 
     def names(self, first_name: str) -> tuple[str, ...]:
         """Return all names of a tensor, the canonical one first."""
-        return (
-            first_name,
-            *(
-                name
-                for name, canonical_name in self.canonical_names.items()
-                if canonical_name == first_name and name != first_name
-            ),
-        )
+        names = [name for name, canonical_name in self.canonical_names.items() if canonical_name == first_name]
+        return (first_name, *(name for name in names if name != first_name))
 
 
 class NetGraph(NamedTuple):
@@ -194,28 +188,19 @@ def tensors_of(net: nn.Module | ExportedProgram, exported: ExportedProgram) -> N
         attribute_by_name = {name: (SimpleNamespace(**tensors), name) for name in tensors}
     # Tied tensors are one object under several names: the first name stands for all.
     name_by_id: dict[int, str] = {}
-    canonical_names = {
-        name: name_by_id.setdefault(id(tensor), name) for name, tensor in (*params.items(), *buffers.items())
-    }
+    canonical_names = {name: name_by_id.setdefault(id(x), name) for name, x in (*params.items(), *buffers.items())}
     param_names = frozenset(canonical_names[name] for name, tensor in params.items() if tensor.requires_grad)
     specs = exported.graph_signature.input_specs
     literals = [spec.target or "" for spec in specs if spec.kind == InputKind.CONSTANT_TENSOR]
-    return NetTensors(
-        attribute_by_name,
-        param_names,
-        canonical_names,
-        frozenset(buffers),
-        {name: _constant_tensor(net, name, constants) for name in literals},
-    )
+    tensor_by_literal = {name: _constant_tensor(net, name, constants) for name in literals}
+    return NetTensors(attribute_by_name, param_names, canonical_names, frozenset(buffers), tensor_by_literal)
 
 
 def _constant_tensor(net: nn.Module | ExportedProgram, name: str, constants: Mapping[str, Tensor]) -> Tensor:
     """Return a constant of the export, or the attribute of the net behind it if the export has it on meta."""
     path, _, attribute = name.rpartition(".")
-    attributes_by_path = (
-        {path: vars(module) for path, module in net.named_modules()} if isinstance(net, nn.Module) else {}
-    )
-    attribute_value = attributes_by_path.get(path, {}).get(attribute)
+    modules = dict(net.named_modules()) if isinstance(net, nn.Module) else {}
+    attribute_value = vars(modules[path]).get(attribute) if path in modules else None
     return attribute_value if constants[name].is_meta and isinstance(attribute_value, Tensor) else constants[name]
 
 
@@ -296,9 +281,7 @@ class _FlatGraph:
                 copy_by_node[node] = getattr(source, str(node.target))
             # A graph that is called with other settings: its nodes go into this one, between ops that switch them.
             elif node.target in GRAPH_CALLS:
-                copy_by_node[node] = self._inline_call(
-                    node, [copy_by_node.get(argument, argument) for argument in node.args]
-                )
+                copy_by_node[node] = self._inline_call(node, [copy_by_node.get(x, x) for x in node.args])
             elif is_of_vmap(node):
                 vmapped = next((argument for argument in node.users if not is_of_vmap(argument)), None)
                 if vmapped is not None:

@@ -38,9 +38,7 @@ def contexts_of(graph: fx.Graph) -> dict[fx.Node, Context]:
         elif node.target is ENTER_AUTOCAST:
             context = context._replace(autocasts=(*context.autocasts, node))
         elif node.target is EXIT_AUTOCAST:
-            context = context._replace(
-                autocasts=tuple(enter_node for enter_node in context.autocasts if enter_node is not node.args[0])
-            )
+            context = context._replace(autocasts=tuple(op for op in context.autocasts if op is not node.args[0]))
         elif node.op == "call_function":
             contexts[node] = context
     return contexts
@@ -97,14 +95,9 @@ def copy_nodes(
 def restored_on_error() -> Generator[None]:
     """Restore gradients and autocast when an error leaves a graph, which enters contexts by plain ops."""
     devices = ("cpu", "cuda")
-    autocast_states = [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices
-    ]
-    cache_is_enabled, grad_is_enabled, depth = (
-        torch.is_autocast_cache_enabled(),
-        torch.is_grad_enabled(),
-        _autocast_depth(),
-    )
+    autocast_states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in devices]
+    cache_is_enabled, grad_is_enabled = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+    depth = _autocast_depth()
     try:
         yield
     except BaseException:

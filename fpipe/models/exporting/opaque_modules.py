@@ -77,9 +77,7 @@ class OpaqueCall:
             [_symbolic_size(size, dim, leaf.ndim, input_tensors) for dim, size in enumerate(leaf.shape)]
             for leaf in examples
         ]
-        return [
-            input_tensors[0].new_empty(shape, dtype=leaf.dtype) for shape, leaf in zip(shapes, examples, strict=True)
-        ]
+        return [input_tensors[0].new_empty(shape, dtype=x.dtype) for shape, x in zip(shapes, examples, strict=True)]
 
     def run(self, input_tensors: Sequence[Tensor], module_tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the module on input tensors, with these tensors as its parameters and buffers."""
@@ -186,11 +184,8 @@ def export_with_opaque_modules(net: nn.Module, inputs: Any) -> Exported:
             location_by_path[path] = location or location_of_error(cause, named_modules)
             continue
         consequence = "looks at data, so it is one operation of its stage, which runs under autograd"
-        return Exported(
-            exported,
-            calls,
-            [f"The Python of {path!r} {consequence}.{location}" for path, location in location_by_path.items()],
-        )
+        notes = [f"The Python of {path!r} {consequence}.{location}" for path, location in location_by_path.items()]
+        return Exported(exported, calls, notes)
 
 
 def _record_calls(net: nn.Module, inputs: Any, paths: Iterable[str]) -> list[OpaqueCall]:
@@ -247,9 +242,7 @@ def _matches_example(sizes: set[tuple[int, int]], leaf: Any, example: Any) -> bo
     if not isinstance(leaf, Tensor) or not isinstance(example, Tensor):
         return repr(leaf) == repr(example)
     pairs = zip(example.shape, leaf.shape, strict=False)
-    return leaf.ndim == example.ndim and all(
-        example_size == size or (example_size, size) in sizes for example_size, size in pairs
-    )
+    return leaf.ndim == example.ndim and all(expected == size or (expected, size) in sizes for expected, size in pairs)
 
 
 def _describe(leaves: Sequence[Any]) -> str:
@@ -271,6 +264,4 @@ def _symbolic_size(size: int, dim: int, ndim: int, input_tensors: Sequence[Tenso
     # Two symbolic sizes may have one number in the example: the same dimension is the better guess.
     same_dim_sizes = [tensor.shape[dim] for tensor in input_tensors if tensor.ndim == ndim]
     symbolic_sizes = [size for tensor in input_tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
-    return next(
-        (candidate for candidate in (*same_dim_sizes, *symbolic_sizes) if example_number(candidate) == size), size
-    )
+    return next((option for option in (*same_dim_sizes, *symbolic_sizes) if example_number(option) == size), size)

@@ -30,9 +30,7 @@ from fpipe.torch_private.fx import example_number
 def replace_by_whole_tensors(net: nn.Module) -> Generator[ShardedTrace | None]:
     """Replace the DTensors of a net by whole tensors on meta; yield their trace, or None if there are none."""
     dicts = [direct_members(module).parameters for module in net.modules()]
-    sharded_params: list[Any] = [
-        (holder, name, param) for holder in dicts for name, param in holder.items() if is_sharded(param)
-    ]
+    sharded_params: list[Any] = [(holder, name, p) for holder in dicts for name, p in holder.items() if is_sharded(p)]
     whole_by_id = {
         id(param): nn.Parameter(
             torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta"), param.requires_grad
@@ -111,9 +109,7 @@ class ShardedTrace(TorchFunctionMode):
             args, kwargs = tree.tree_map(self._as_in_example, arguments)
             dtensors = tree.leaves(func(*args, **kwargs))
         pairs = zip(dtensors, traced, strict=True)
-        return tree.unflatten(
-            spec, [self._bind_whole(leaf, whole) if is_sharded(leaf) else whole for leaf, whole in pairs]
-        )
+        return tree.unflatten(spec, [self._bind_whole(x, leaf) if is_sharded(x) else leaf for x, leaf in pairs])
 
     def _whole_of(self, leaf: Any) -> Any:
         if is_sharded(leaf) and id(leaf) not in self._whole_by_id:
@@ -123,9 +119,9 @@ class ShardedTrace(TorchFunctionMode):
             )
         return self._whole_by_id[id(leaf)][1] if is_sharded(leaf) else leaf
 
-    def _bind_whole(self, dtensor: Any, whole: Tensor) -> Any:
+    def _bind_whole(self, dtensor: Any, traced: Tensor) -> Any:
         # Keep the DTensor too: the id of a dead object may be reused.
-        self._whole_by_id[id(dtensor)] = dtensor, whole
+        self._whole_by_id[id(dtensor)] = dtensor, traced
         return dtensor
 
     @contextmanager
@@ -149,11 +145,7 @@ class ShardedTrace(TorchFunctionMode):
         def trace_move(name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
             if self._is_paused or get_ident() != self._thread:
                 return method(*args, **options)
-            unsupported = [
-                option
-                for option, value in options.items()
-                if option not in _MOVE_OPTIONS and value not in (None, False)
-            ]
+            unsupported = [key for key, x in options.items() if key not in _MOVE_OPTIONS and x not in (None, False)]
             if unsupported:
                 raise TypeError(
                     f"the net calls DTensor.{name} with {unsupported[0]}=, which no graph has; leave it out, or use "
@@ -161,9 +153,7 @@ class ShardedTrace(TorchFunctionMode):
                 )
             # from_local, redistribute, to_local and full_tensor each have a method below.
             move = getattr(self, f"_{name}")
-            return move(
-                method, *args, **{option: value for option, value in options.items() if option in _MOVE_OPTIONS}
-            )
+            return move(method, *args, **{option: x for option, x in options.items() if option in _MOVE_OPTIONS})
 
         return intercept_dtensor_moves(trace_move)
 
@@ -177,29 +167,25 @@ class ShardedTrace(TorchFunctionMode):
     def _redistribute(self, torch_method: Any, dtensor: Any, *args: Any, **options: Any) -> Any:
         with self._pause_tracing():
             result = torch_method(dtensor, *args, **options)
-            shard_placements = [
-                placement for placement in (*dtensor.placements, *result.placements) if placement.is_shard()
-            ]
-            is_even = all(
-                result.shape[placement.dim] % result.device_mesh.size() == 0 for placement in shard_placements
-            )
-        whole = self._whole_of(dtensor)
+            shard_placements = [p for p in (*dtensor.placements, *result.placements) if p.is_shard()]
+            is_even = all(result.shape[p.dim] % result.device_mesh.size() == 0 for p in shard_placements)
+        traced = self._whole_of(dtensor)
         call = DTensorCall(result.device_mesh, dtensor.placements, result.placements, is_even=is_even)
-        return self._trace_result(call, result, whole, whole.shape)
+        return self._trace_result(call, result, traced, traced.shape)
 
     def _to_local(self, torch_method: Any, dtensor: Any, *, grad_placements: Any = None) -> Any:
         with self._pause_tracing():
             result = torch_method(dtensor, grad_placements=grad_placements)
             self._local_outputs += [result] * result.requires_grad
-        whole = self._whole_of(dtensor)
+        traced = self._whole_of(dtensor)
         call = DTensorCall(dtensor.device_mesh, dtensor.placements, None, grad_placements)
-        return self._record_call(call, whole, _shape_with_fixed_dims(whole, call.source, result))
+        return self._record_call(call, traced, _shape_with_fixed_dims(traced, call.source, result))
 
     def _full_tensor(self, _: Any, dtensor: Any, *, grad_placements: Any = None) -> Any:
         from torch.distributed.tensor import Replicate
 
-        whole = dtensor.redistribute(placements=[Replicate()] * dtensor.device_mesh.ndim)
-        return whole.to_local(grad_placements=grad_placements)
+        traced = dtensor.redistribute(placements=[Replicate()] * dtensor.device_mesh.ndim)
+        return traced.to_local(grad_placements=grad_placements)
 
     def _trace_result(self, call: DTensorCall, result: Any, x: Tensor, shape: Sequence[Any]) -> Any:
         with self._pause_tracing():
@@ -216,9 +202,7 @@ class ShardedTrace(TorchFunctionMode):
 
 def _shape_with_fixed_dims(tensor: Tensor, placements: Any, result: Tensor) -> list[Any]:
     """Return the shape of a tensor, with the sizes of sharded dimensions fixed to the result's."""
-    cut_sizes = {
-        placement.dim: int(tensor.shape[placement.dim]) for placement in placements if hasattr(placement, "dim")
-    }
+    cut_sizes = {p.dim: int(tensor.shape[p.dim]) for p in placements if hasattr(p, "dim")}
     return [result.shape[dim] if dim in cut_sizes else size for dim, size in enumerate(tensor.shape)]
 
 

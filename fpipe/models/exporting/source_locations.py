@@ -45,19 +45,12 @@ def location_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Modu
     torch module that this calls.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    last_user_frame = max(
-        (index for index, frame in enumerate(frames) if is_user_file(frame.filename)), default=len(frames)
-    )
-    modules_folder = TORCH_FOLDER / "nn" / "modules"
-    torch_frames = [
-        frame
-        for frame in frames[last_user_frame:]
-        if frame.name == "forward" and Path(frame.filename).parent == modules_folder
-    ]
-    lines = [
-        quote_line(frame.filename, frame.lineno, frame.name)
-        for frame in (*frames[last_user_frame : last_user_frame + 1], *torch_frames[-1:])
-    ]
+    last_user_frame = max((i for i, frame in enumerate(frames) if is_user_file(frame.filename)), default=len(frames))
+    folder = TORCH_FOLDER / "nn" / "modules"
+    forwards = [frame for frame in frames[last_user_frame:] if frame.name == "forward"]
+    torch_frames = [frame for frame in forwards if Path(frame.filename).parent == folder]
+    quoted_frames = (*frames[last_user_frame : last_user_frame + 1], *torch_frames[-1:])
+    lines = [quote_line(frame.filename, frame.lineno, frame.name) for frame in quoted_frames]
     return _format_location(modules_called_in(error, modules), lines)
 
 
@@ -86,10 +79,8 @@ def record_locations(
         modules: modules to name, with their paths; None where torch.export records them.
         called_modules: is filled with each module that this thread calls, and the name of its class.
     """
-    module_recorder = (
-        nullcontext() if modules is None or called_modules is None else _record_modules(modules, called_modules)
-    )
-    with preserve_node_meta(), _LineRecorder(), module_recorder:
+    recorder = nullcontext() if modules is None or called_modules is None else _record_modules(modules, called_modules)
+    with preserve_node_meta(), _LineRecorder(), recorder:
         yield
 
 
@@ -152,9 +143,7 @@ def _record_modules(path_by_module: Mapping[nn.Module, str], called_modules: dic
             update_meta()
 
     def update_meta() -> None:
-        get_current_meta()["nn_module_stack"] = {
-            str(depth): path_and_class for depth, path_and_class in enumerate(stack)
-        }
+        get_current_meta()["nn_module_stack"] = {str(i): path_and_class for i, path_and_class in enumerate(stack)}
 
     with ExitStack() as hooks:
         hooks.callback(register_module_forward_pre_hook(enter).remove)

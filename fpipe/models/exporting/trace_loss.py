@@ -107,9 +107,7 @@ def trace_loss(
         )
     # 4. Name the placeholders, which come in the order of the leaves.
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
-    placeholder_args = tree.unflatten(
-        containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    )
+    placeholder_args = tree.unflatten(containers, [next(nodes) if isinstance(x, Tensor) else x for x in leaves])
     name_by_placeholder = dict(zip(tree.leaves(placeholder_args[0]), names, strict=True))
     result = module.graph.output_node().args[0]
     return NetGraph(
@@ -148,9 +146,7 @@ def _explain_errors(batch: tuple[Any, Any], modules: Mapping[nn.Module, str]) ->
         error.add_note(note + location_of_error(error, named_modules))
         parts = zip(("inputs", "target"), batch, strict=True)
         leaves = [(batch_part + path, leaf) for batch_part, part in parts for path, leaf in tree.paths(part)]
-        path_by_row_count = {
-            str(leaf.shape[0]): path for path, leaf in reversed(leaves) if isinstance(leaf, Tensor) and leaf.ndim
-        }
+        path_by_row_count = {str(x.shape[0]): path for path, x in reversed(leaves) if isinstance(x, Tensor) and x.ndim}
         for symbol in sorted(symbols_in(str(error)) & path_by_row_count.keys()):
             error.add_note(
                 f"{symbol} is the number of rows of {path_by_row_count[symbol]}, which from_loss keeps symbolic."

@@ -171,9 +171,7 @@ class StageModule(PositionalStage):
 
     def _call_with_tensors(self, tensors: dict[str, Tensor], function: Callable[[], Any]) -> Any:
         def refuse(tensor: Tensor, op: Any) -> None:
-            name = next(
-                (path for path, buffer in self.named_tensors() if storage_key(buffer) == storage_key(tensor)), None
-            )
+            name = next((path for path, x in self.named_tensors() if storage_key(x) == storage_key(tensor)), None)
             raise Impure(
                 f"{self.who} writes buffer {name!r} once more as its backward recomputes it with "
                 "torch.utils.checkpoint. Use fpipe.checkpoint()."
@@ -241,18 +239,14 @@ class StageModule(PositionalStage):
 
     def all_names(self) -> list[str]:
         """Return the names of all parameters and buffers, with every name of a tied tensor."""
-        all_named = (
-            self.bound_modules.named_parameters(remove_duplicate=False),
-            self.bound_modules.named_buffers(remove_duplicate=False),
-        )
+        module = self.bound_modules
+        all_named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         return [name for tensors in all_named for name, _ in tensors]
 
     def _params_by_path(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         check_keys(params, [leaf_names[0] for leaf_names in self.names], f"params of {self.who}")
         pairs = zip(self.names, self.bound_paths, strict=True)
-        return self._with_param_attributes(
-            {path: params[leaf_names[0]] for leaf_names, paths in pairs for path in paths}
-        )
+        return self._with_param_attributes({path: params[names[0]] for names, paths in pairs for path in paths})
 
     def _tensors_by_path(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
         tensors = {path: tensor for paths, tensor in zip(self.bound_paths, params, strict=True) for path in paths}

@@ -92,9 +92,7 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
 
 
 def _stage_input(model: Model, number: int, batch: Any, outputs: Sequence[tuple[Any, ...]]) -> Any:
-    sources: list[tuple[Any, int]] = [
-        source if isinstance(source, tuple) else (source, 0) for source in model.sources(number)
-    ]
+    sources: list[tuple[Any, int]] = [x if isinstance(x, tuple) else (x, 0) for x in model.sources(number)]
     inputs = tuple(batch if writer == "batch" else outputs[writer][port] for writer, port in sources)
     return inputs if isinstance(model.inputs[number], tuple) else inputs[0]
 
@@ -106,19 +104,13 @@ def _run_and_find_writes(
     buffers: Mapping[str, Any],
     x: Any,
 ) -> tuple[tuple[Any, ...], list[str]]:
-    """Run a stage on copies of its buffers; return its outputs and the names of the buffers that it writes.
-
-    A buffer is written if the module holds other memory afterwards, or if an op wrote the memory of its copy.
-    """
+    """Run a stage on copies of its buffers; return its outputs and the names of the buffers that it writes."""
 
     def refuse(tensor: Tensor, op: Any) -> None:
         raise Impure(foreign_write_message(stage.who, f"writes {{}} in place ({op})", None, True))
 
-    attributes, own_memory, old_none_buffers = (
-        AttributeSnapshot(stage.modules, with_containers=True),
-        WriteGuard(refuse),
-        _none_buffers(stage),
-    )
+    attributes = AttributeSnapshot(stage.modules, with_containers=True)
+    own_memory, old_none_buffers = WriteGuard(refuse), _none_buffers(stage)
     try:
         with stage.lock, without_norm_mutation(stage.norms), own_memory:
             copies = {path: buffer.clone() for path, buffer in buffers.items()}
@@ -130,11 +122,9 @@ def _run_and_find_writes(
             )
     finally:
         attributes.restore()
-    written_names = [
-        path
-        for path, address in address_by_path.items()
-        if storage_key(new_buffers[path]) != address or address in own_memory.storages_written
-    ]
+    # A buffer is written if the module holds other memory afterwards, or if an op wrote the memory of its copy.
+    writes = own_memory.storages_written
+    written_names = [path for path, x in address_by_path.items() if storage_key(new_buffers[path]) != x or x in writes]
     return outputs_of(model, stage.number, y), written_names
 
 
@@ -149,9 +139,7 @@ def _buffers_by_path(stage: StageModule) -> dict[str, Tensor]:
 
 def _none_buffers(stage: StageModule) -> set[str]:
     buffers_by_module = ((path, direct_members(module).buffers) for path, module in stage.modules)
-    return {
-        f"{path}.{name}" for path, buffers in buffers_by_module for name, buffer in buffers.items() if buffer is None
-    }
+    return {f"{path}.{name}" for path, buffers in buffers_by_module for name, x in buffers.items() if x is None}
 
 
 def _input_aval(leaf: Tensor) -> Aval:

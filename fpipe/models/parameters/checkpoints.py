@@ -131,7 +131,6 @@ def _as_tensor(name: str, number: float) -> Tensor:
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], keep: int, group: Any) -> None:
-    """Write the tensors of this process into a new save."""
     # The first rank chooses the number of the save and broadcasts it, or its error: all ranks fail alike, and none
     # waits in a collective for one that has raised.
     is_alone = _is_alone()
@@ -291,11 +290,8 @@ def load(
         leaf_name = name.replace("/", " of ", 1)
         raise ValueError(f"{folder} has {leaf_name}, which is not among these: it was saved of another net.")
     # 2) Read the tensors in place, and the numbers, which the caller need not name.
-    numbers = {
-        name: torch.zeros((), dtype=saved.properties.dtype)
-        for name, saved in reader.tensors.items()
-        if name.startswith("numbers/")
-    }
+    number_names = [name for name in reader.tensors if name.startswith("numbers/")]
+    numbers = {name: torch.zeros((), dtype=reader.tensors[name].properties.dtype) for name in number_names}
     read_tensors(reader, tensors | numbers, _is_alone())
     values = {name.partition("/")[2]: number.item() for name, number in numbers.items()}
     return Checkpoint(parts["params"], parts["opt"], parts["state"], values)
@@ -328,9 +324,7 @@ def _tensors_and_names(
             if stage_tree is not None:
                 leaves = [leaf if leaf is None else _zeros_for(leaf) for leaf in leaves] if into_new_tensors else leaves
                 present = [leaf for leaf in leaves if leaf is not None]
-                tensors |= {
-                    f"{part_name}/{name}": leaf.detach() for name, leaf in zip(names[stage], present, strict=True)
-                }
+                tensors |= {f"{part_name}/{name}": x.detach() for name, x in zip(names[stage], present, strict=True)}
             stages.append(None if stage_tree is None else tree.unflatten(spec, leaves))
         parts_with_tensors[part_name] = tuple(stages)
         refuse_meta(

@@ -41,10 +41,8 @@ class FirstValues:
         self._reset: tuple[Any, ModuleDicts, Mapping[str, tuple[Tensor, int]]] | None = None
 
     def make(self, name: str, home: tuple[Any, str]) -> Tensor:
-        """Return the values of a leaf, whose home is (module, attribute).
-
-        They are those of `init`, else a copy of those that it has, else those of the module's `reset_parameters`.
-        """
+        """Return the values of a leaf, whose home is (module, attribute)."""
+        # They are those of `init`, else a copy of those that it has, else those of the module's `reset_parameters`.
         (module, key), net_tensor = home, getattr(*home)
         # 1) The caller's function comes first. A leaf that it neither returns False for nor fills is a mistake.
         if self.init is not None:
@@ -184,9 +182,7 @@ def _shard(leaf: Any, mesh: DeviceMesh) -> Any:
         # over inner axes already, the rows of the replicas lie strided in the whole, as fully_shard places them.
         rows = -(-len(local) // mesh.size(0))
         start = rows * mesh.get_local_rank(0)
-        parts = prod(
-            mesh.size(1 + axis) for axis, inner_placement in enumerate(placements) if inner_placement.is_shard(0)
-        )
+        parts = prod(mesh.size(1 + axis) for axis, p in enumerate(placements) if p.is_shard(0))
         local, placement = local[start : start + rows], Shard(0) if parts == 1 else strided_shard(parts)
     shard: Any = DTensor.from_local(
         local.clone(), submesh, (placement, *placements), run_check=False, shape=leaf.shape, stride=stride

@@ -85,11 +85,8 @@ def load_params(
                     f"{names[0]!r} and {name!r} are one parameter of the net, and differ in "
                     f"{tensors.saved_tensors[name].file}. Untie them in the net, or drop one of the names."
                 )
-        return (
-            tensor_by_name[names[0]].to(torch.get_default_device())
-            if tensors.is_read_to_cpu
-            else tensor_by_name[names[0]]
-        )
+        tensor = tensor_by_name[names[0]]
+        return tensor.to(torch.get_default_device()) if tensors.is_read_to_cpu else tensor
 
     params = _make_params(model, program, rank, leaves, value)
     first_values.warn()
@@ -202,10 +199,8 @@ def net_stages(model: Model) -> Iterator[PositionalStage]:
 def _names_in_source(
     model: Model, source: TensorSource, leaves: Sequence[Sequence[tuple[str, ...]]], may_lack: bool
 ) -> dict[str, list[str]]:
-    """Return the names in a source of each leaf of the model; refuse names, shapes and dtypes that do not fit.
-
-    All stages are compared, so that all ranks refuse alike.
-    """
+    """Return the names in a source of each leaf of the model; refuse names, shapes and dtypes that do not fit."""
+    # All stages are compared, so that all ranks refuse alike.
     names_by_leaf: dict[str, list[str]] = {}
     net_names: set[str] = set()
     for number, run in enumerate(net_stages(model)):
@@ -251,12 +246,8 @@ def _refuse_other_constants(model: Model, source: TensorSource, local: Sequence[
 
 
 def _list_some(names: Mapping[str, Any] | set[str]) -> str:
-    first_names = sorted(names)[:3]
-    return (
-        ", ".join(map(repr, first_names))
-        + f" and {len(names) - len(first_names)} more" * (len(names) > len(first_names))
-        or "none"
-    )
+    text = ", ".join(map(repr, sorted(names)[:3]))
+    return text + f" and {len(names) - 3} more" * (len(names) > 3) or "none"
 
 
 # Notice that a net's parameters were moved or replaced, say by net.to(..), while an optimizer still writes the tensors

@@ -132,12 +132,8 @@ def local_params(program: Program, per_stage: Sequence[Any], rank: int | None = 
 
 def _is_net_tensor(model: Model, name: Any, leaf: Any) -> bool:
     """Whether a leaf is the very tensor that the modules of a stage have under a name: a constant or a buffer."""
-    stage_functions = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
-    net_tensors = (
-        getattr(*stage_function.home_of(name))
-        for stage_function in stage_functions
-        if name in stage_function.all_names()
-    )
+    forwards = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
+    net_tensors = (getattr(*forward.home_of(name)) for forward in forwards if name in forward.all_names())
     return isinstance(leaf, Tensor) and any(map(leaf.is_set_to, net_tensors))
 
 

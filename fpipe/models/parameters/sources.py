@@ -153,7 +153,6 @@ class _StateDictSource(TensorSource):
         self.saved_tensors = {name: SavedTensor(x.dtype, tuple(x.shape), "the state_dict") for name, x in named.items()}
 
     def read_tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Read these tensors."""
         return {name: self.tensor_by_name[name].detach() for name in names}
 
 
@@ -168,7 +167,6 @@ class _SafetensorsSource(TensorSource):
         }
 
     def read_tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Read these tensors."""
         return {name: self.files[name].read_tensor(name) for name in names}
 
 
