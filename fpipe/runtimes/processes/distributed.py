@@ -8,10 +8,11 @@ Each process has the whole program and knows the shapes of all values, so no ran
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import repeat
 from typing import Any, Literal
 
@@ -98,6 +99,8 @@ def build_rank_step(
 ) -> Step:
     """Build the step of one rank; all ranks call it with the same program and model.
 
+    Many calls below wait for other ranks, and these for them: all ranks must make them in the same order.
+
     Args:
         program, model: of all ranks.
         check_arguments: returns the checked example, or raises. It is called once errors reach the other ranks.
@@ -105,7 +108,7 @@ def build_rank_step(
         process_options: options of this runtime.
     """
     # 1. Find this process's rank, and start to watch, so that an error from here on reaches the other ranks.
-    mesh, compile, record, donate = process_options.mesh, step_options.compile, step_options.record, step_options.donate
+    mesh = process_options.mesh
     group = group_of(program, mesh)
     rank, processes = group.rank(), dist.get_process_group_ranks(group)
     device = next(
@@ -117,20 +120,107 @@ def build_rank_step(
     names = [f"rank {number}" for number in range(len(processes))]
     meeting = Meeting(watchdog, processes, names)
     seconds = timeout_of(group).total_seconds() if process_options.timeout is None else process_options.timeout
+    # The watchdog reads this list, which grows as the build makes groups.
     groups: list[Any] = [group, *(mesh.get_all_groups() if mesh is not None else ())]
     watchdog.faults.names = dict(zip(processes, names, strict=True))
     watchdog.begin(meeting.key, 0, seconds, groups)
-    step_by_signature, steps_begun = LRUCache[Any, RankStep](_MAX_SIGNATURES), 0
-
-    # 2. The parts of a step. They read names that the build assigns below.
-    def prepare(inputs: StepInputs) -> RankStep:
-        all_untraced = dict.fromkeys(range(len(model.stages)), "trace=False")
-        untraced = UntracedStages({} if step_options.trace else all_untraced)
+    with _end_run_on_error(watchdog):
+        # 2. Connect to replicas and exchanges, and check the arguments.
+        replicas = replicas_of(program, mesh, group, device, watchdog)
+        model, axes = bind_exchanges(model, mesh)
+        lane = ExchangeLane(axes, device, watchdog)
+        signatures = Signatures(model)
+        watchdog.faults.write_name()
+        params, *batch_and_state = check_arguments()
+        groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
+        shapes = StepInputs(*tree.tree_map(_on_meta, (_fill_params(model, params), *batch_and_state)))
+        shapes = replace(shapes, optim=example_optim(program, shapes.params))
+        # 3. Transform the program.
+        recorded = program if step_options.record else None
+        refuse_wrong_size(group, program, mesh)
+        program = with_transfers(_with_loss_ranks(program, process_options.broadcast))
+        program = with_reduced_last(with_results_last(program))
+        # 4. Compare programs before any connection is made: ranks of other programs would wait for different messages.
+        options = vars(step_options) | {"check_batch": process_options.check_batch}
+        # A step in processes always runs.
+        del options["runs"]
+        all_ranks = meeting if replicas is None else replicas.meeting
+        all_ranks.agree(_BUILDING, claims_of_build(program, shapes.params, options))
+        # 5. Connect to the other ranks of the pipeline.
+        transfers = Transfers(messages_of(program), rank, group, watchdog, meeting, device, timedelta(seconds=seconds))
+        groups += transfers.groups
         links = RankLinks(rank, group, watchdog, transfers, replicas, lane)
+        voters = Voters(group, "rank", watchdog, transfers.carrier_device)
+        watch = partial(watchdog.begin, meeting.key, seconds=seconds, groups=groups)
+        check_batch = process_options.check_batch
+        steps = _RankSteps(
+            program,
+            model,
+            recorded,
+            shapes,
+            step_options,
+            check_batch,
+            links,
+            meeting,
+            voters,
+            signatures,
+            device,
+            watch,
+        )
+        # 6. Lower the step for the example's signature.
+        example_step = steps.prepare(shapes)
+        lane.agree(_TRACED, example_step.exchange_lines)
+        steps.agree(_TRACED, "example", example_step, None, {})
+        if replicas is not None:
+            all_ranks.agree(_TRACED, example_step.stage_claims, patience=_COMPILE_SECONDS * step_options.compile)
+    example_signature = signatures.of(*tree.flatten(shapes.trees), homes=repeat(device))
+    steps.step_by_signature[example_signature] = example_step
+    return Step(program, model, steps.run, steps.report_errors)
+
+
+@dataclass
+class _RankSteps:
+    """The steps of one rank: a lowered one for each signature, and what they share.
+
+    Attributes:
+        program, model: with the transfers of the program, and the exchanges of the model.
+        recorded: the program of the record that a step returns, if any.
+        shapes: the example's arguments, of all ranks, without data.
+        step_options, check_batch: options of `build`.
+        links, meeting, voters: the connections to other ranks: to pass values, to compare claims and to end a step.
+        signatures: computes the signatures of arguments.
+        device: the device of the example.
+        watch: begins to watch the step of a number.
+        begun: how many steps have begun.
+    """
+
+    program: Program
+    model: Model
+    recorded: Program | None
+    shapes: StepInputs
+    step_options: StepOptions
+    check_batch: CheckBatch
+    links: RankLinks
+    meeting: Meeting
+    voters: Voters
+    signatures: Signatures
+    device: torch.device
+    watch: Callable[[int], None]
+    begun: int = 0
+
+    def __post_init__(self) -> None:
+        self.step_by_signature = LRUCache[Any, RankStep](_MAX_SIGNATURES)
+        loss_outputs = [output for output in self.program.outputs if output.name == Value("loss")]
+        self.loss_ranks = [home for output in loss_outputs for home in output.homes]
+        self.net_stages = [s.forward for s in self.model.stages if isinstance(s.forward, PositionalStage)]
+
+    def prepare(self, inputs: StepInputs) -> RankStep:
+        traces = self.step_options.trace
+        untraced = UntracedStages({} if traces else dict.fromkeys(range(len(self.model.stages)), "trace=False"))
         # Each round finds one more stage that cannot be traced, and runs it on zeros in the next.
         while True:
             try:
-                prepared = RankStep(links, program, model, inputs, untraced, step_options)
+                prepared = RankStep(self.links, self.program, self.model, inputs, untraced, self.step_options)
                 break
             except Untraceable as error:
                 # A ValueError is about the call itself, and every runtime raises it.
@@ -144,129 +234,115 @@ def build_rank_step(
                         f"runtime='threads' or 'local'.{line_note}"
                     ) from error
                 untraced.stages[error.stage] = str(error)
-        local_stages = {op.stage for op in parts_of(program.ops) if op.kind == "F" and op.rank == rank}
-        for stage, reason in untraced.unexpected_reasons() if step_options.trace else ():
+        forwards = [op for op in parts_of(self.program.ops) if op.kind == "F"]
+        local_stages = {op.stage for op in forwards if op.rank == self.links.rank}
+        for stage, reason in untraced.unexpected_reasons() if traces else ():
             if stage in local_stages:
                 warnings.warn(f"{UNDER_AUTOGRAD}: {reason}", stacklevel=4)
         return prepared
 
-    def agree(sync_point: str, input_name: str, prepared: RankStep, key: Keys, more_claims: Claims) -> None:
+    def agree(self, sync_point: str, input_name: str, prepared: RankStep, key: Keys, more_claims: Claims) -> None:
+        """Compare the signature of a step with the other ranks of the pipeline, and compile it."""
         # In this order, since an error names the first claim that differs.
         claims: dict[str, str | Sequence[str]] = {input_name: prepared.input_lines, **more_claims, "key": str(key)}
         claims |= {**prepared.stage_claims, "messages": prepared.message_lines}
-        meeting.agree(sync_point, claims)
+        self.meeting.agree(sync_point, claims)
         # Compilers take minutes, and longer on some ranks: the second agreement waits with more patience.
-        if compile:
+        if self.step_options.compile:
             prepared.compile()
-            meeting.agree(f"{sync_point}, compiled", {}, patience=_COMPILE_SECONDS)
-        prepared.signature_number = prepared.signature_number or transfers.add_signature(prepared.layouts)
+            self.meeting.agree(f"{sync_point}, compiled", {}, patience=_COMPILE_SECONDS)
+        prepared.signature_number = prepared.signature_number or self.links.transfers.add_signature(prepared.layouts)
 
-    def run(local_inputs: StepInputs) -> Result:
-        # a. Find the lowered step of this signature, or lower it.
-        step_number, random_key = steps_begun, local_inputs.key
-        inputs = _with_example_shapes(local_inputs, shapes)
-        if any(stage.moved_params() for stage in net_stages):
-            check_params(model, inputs.params)
+    def run(self, local_inputs: StepInputs) -> Result:
+        # 1. Find the lowered step of this signature, or lower it.
+        step_number, key = self.begun, local_inputs.key
+        inputs = _with_example_shapes(local_inputs, self.shapes)
+        if any(stage.moved_params() for stage in self.net_stages):
+            check_params(self.model, inputs.params)
         leaves, containers = tree.flatten(inputs.trees)
-        signature = signatures.of(leaves, containers, homes=repeat(device))
-        prepared = step_by_signature.get(signature)
+        signature = self.signatures.of(leaves, containers, homes=repeat(self.device))
+        prepared = self.step_by_signature.get(signature)
         # At the first step the key is new to the other ranks.
         is_new = prepared is None or step_number == 1
-        prepared = prepared or prepare(inputs)
-        # b. Compare with the other ranks what is new: a signature, settings, batches, and where training starts.
-        compares_batch = is_compared(process_options.check_batch, step_number)
-        batch_claims = claims_of_batch(local_inputs.batch) if compares_batch else {}
-        claims = {**claims_of_settings(), **batch_claims}
-        optim_state = local_inputs.optim and local_inputs.optim[0]
-        start_claims = dict[str, str]()
-        if step_number == 1:
-            start_claims = claims_of_start(program, model, rank, local_inputs.params, optim_state, share)
+        prepared = prepared or self.prepare(inputs)
+        # 2. Compare with the other ranks what is new: a signature, settings, batches, and where training starts.
+        compares_batch = is_compared(self.check_batch, step_number)
+        batch_claims = claims_of_batch(local_inputs.batch) if compares_batch else None
+        self.compare_step(step_number, local_inputs, prepared, is_new, batch_claims)
         if is_new:
-            first_claims = start_claims if replicas is None else {}
-            agree(f"step {step_number}", "arguments", prepared, random_key, claims | first_claims)
-            step_by_signature[signature] = prepared
-        elif compares_batch:
-            meeting.agree(f"step {step_number}", claims)
-        if step_number == 1:
-            lane.agree("step 1", prepared.exchange_lines)
-        if step_number == 1 and replicas is not None:
-            replicas.meeting.agree("step 1", {"key": str(random_key), **start_claims})
+            self.step_by_signature[signature] = prepared
         prepared.refuse_missing(leaves)
-        # c. Run the instructions.
+        # 3. Run the instructions.
         prepared.step = step_number
-        prepared.key_number = hash(random_key) if isinstance(random_key, tuple) else random_key
-        result = run_audited(prepared, leaves, inputs, recorded=recorded)
-        # d. Vote twice: the ranks of this replica, then this rank of all replicas. Only ranks whose replica is done
+        prepared.key_number = hash(key) if isinstance(key, tuple) else key
+        result = run_audited(prepared, leaves, inputs, recorded=self.recorded)
+        # 4. Vote twice: the ranks of this replica, then this rank of all replicas. Only ranks whose replica is done
         # come to the second vote, so a process that passes both knows that no process can fail any more.
         update_claims = claims_of_update(local_inputs.optim)
-        if local_inputs.optim is not None and group.size() > 1:
-            voters.vote((), update_claims)
-        if replicas is not None:
-            replicas.vote(prepared.key_number, digest_claims(batch_claims), update_claims)
-        if result.loss is None and loss_ranks:
-            result = replace(result, loss=RemoteLoss(loss_ranks[0]))
+        if local_inputs.optim is not None and self.links.group.size() > 1:
+            self.voters.vote((), update_claims)
+        if self.links.replicas is not None:
+            self.links.replicas.vote(prepared.key_number, digest_claims(batch_claims or {}), update_claims)
+        if result.loss is None and self.loss_ranks:
+            result = replace(result, loss=RemoteLoss(self.loss_ranks[0]))
         if local_inputs.state is None:
             return result
         return replace(result, state=_local_state(result.state, local_inputs.state))
 
-    @contextmanager
-    def report_errors() -> Generator[None]:
-        nonlocal steps_begun
-        refuse_ended_run(watchdog)
-        steps_begun += 1
-        watchdog.begin(meeting.key, steps_begun, seconds, groups)
-        try:
-            yield
-        except BaseException as error:
-            error_to_raise = watchdog.end_run(error)
-            if donate:
-                error_to_raise.add_note(DONATED_PARAMS_OVERWRITTEN)
-            if error_to_raise is error:
-                raise
-            raise error_to_raise from error
-        finally:
-            watchdog.finish()
+    def compare_step(
+        self,
+        step_number: int,
+        local_inputs: StepInputs,
+        prepared: RankStep,
+        is_new: bool,
+        batch_claims: Mapping[str, str] | None,
+    ) -> None:
+        """Compare with the other ranks what is new in a step; `batch_claims` are None where batches are not compared.
 
-    # 3. Build: connect, check the arguments, transform the program, and lower it for the example's signature.
+        At the first step come the exchanges and the replicas, in this order.
+        """
+        replicas, start_claims = self.links.replicas, dict[str, str]()
+        claims = {**claims_of_settings(), **(batch_claims or {})}
+        if step_number == 1:
+            share = None if replicas is None else replicas.share
+            optim_state = local_inputs.optim and local_inputs.optim[0]
+            start = local_inputs.params, optim_state, share
+            start_claims = claims_of_start(self.program, self.model, self.links.rank, *start)
+        if is_new:
+            first_claims = start_claims if replicas is None else {}
+            self.agree(f"step {step_number}", "arguments", prepared, local_inputs.key, claims | first_claims)
+        elif batch_claims is not None:
+            self.meeting.agree(f"step {step_number}", claims)
+        if step_number == 1:
+            self.links.lane.agree("step 1", prepared.exchange_lines)
+            if replicas is not None:
+                replicas.meeting.agree("step 1", {"key": str(local_inputs.key), **start_claims})
+
+    @contextmanager
+    def report_errors(self) -> Generator[None]:
+        """Begin a step, and end the run for all ranks if it fails."""
+        watchdog = self.links.watchdog
+        refuse_ended_run(watchdog)
+        self.begun += 1
+        self.watch(self.begun)
+        with _end_run_on_error(watchdog, DONATED_PARAMS_OVERWRITTEN if self.step_options.donate else None):
+            yield
+
+
+@contextmanager
+def _end_run_on_error(watchdog: Watchdog, note: str | None = None) -> Generator[None]:
+    """End the run for all ranks if the build or step inside fails, and raise the error that tells why."""
     try:
-        replicas = replicas_of(program, mesh, group, device, watchdog)
-        model, axes = bind_exchanges(model, mesh)
-        lane, signatures = ExchangeLane(axes, device, watchdog), Signatures(model)
-        watchdog.faults.write_name()
-        params, *batch_and_state = check_arguments()
-        groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
-        shapes = StepInputs(*tree.tree_map(_on_meta, (_fill_params(model, params), *batch_and_state)))
-        shapes = replace(shapes, optim=example_optim(program, shapes.params))
-        recorded = program if record else None
-        refuse_wrong_size(group, program, mesh)
-        program = with_transfers(_with_loss_ranks(program, process_options.broadcast))
-        program = with_reduced_last(with_results_last(program))
-        loss_ranks = [home for output in program.outputs if output.name == Value("loss") for home in output.homes]
-        net_stages = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
-        options = vars(step_options) | {"check_batch": process_options.check_batch}
-        # A step in processes always runs.
-        del options["runs"]
-        all_ranks = meeting if replicas is None else replicas.meeting
-        share = None if replicas is None else replicas.share
-        # Compare programs before any connection is made: ranks of other programs would wait for different messages.
-        all_ranks.agree(_BUILDING, claims_of_build(program, shapes.params, options))
-        transfers = Transfers(messages_of(program), rank, group, watchdog, meeting, device, timedelta(seconds=seconds))
-        groups += transfers.groups
-        voters = Voters(group, "rank", watchdog, transfers.carrier_device)
-        example_step = prepare(shapes)
-        lane.agree(_TRACED, example_step.exchange_lines)
-        agree(_TRACED, "example", example_step, None, {})
-        if replicas is not None:
-            all_ranks.agree(_TRACED, example_step.stage_claims, patience=_COMPILE_SECONDS * compile)
+        yield
     except BaseException as error:
         error_to_raise = watchdog.end_run(error)
+        if note is not None:
+            error_to_raise.add_note(note)
         if error_to_raise is error:
             raise
         raise error_to_raise from error
     finally:
         watchdog.finish()
-    step_by_signature[signatures.of(*tree.flatten(shapes.trees), homes=repeat(device))] = example_step
-    return Step(program, model, run, report_errors)
 
 
 def refuse_ended_run(watchdog: Watchdog) -> None:
