@@ -38,7 +38,6 @@ from fpipe.transforms.update import update
 
 
 def _order_by_cost(program: Program, request: _search_request.SearchRequest) -> Program:
-    """Search an order for a schedule with costs."""
     # The room `finding` imports schedules, so schedules cannot import it: it is put into their list from here, above
     # both, and imported at the first search.
     from fpipe.finding.by_cost import order_by_cost

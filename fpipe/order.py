@@ -49,14 +49,14 @@ def fixed_kinds(program: Program) -> frozenset[str]:
 
         # The program itself does not say what its table named. So arrange it with fewer fixed kinds: if every rank
         # keeps its order, those kinds stand where the data put them, and need not be fixed.
-        def stands(kinds: frozenset[str]) -> bool:
+        def keeps_order(kinds: frozenset[str]) -> bool:
             arranged = arrange(program.inputs, program.ops, program.outputs, kinds)
             return ops_by_rank(arranged.ops) == ops_by_rank(program.ops)
 
-        kinds = basic if not optional_kinds or stands(basic) else basic | optional_kinds
+        kinds = basic if not optional_kinds or keeps_order(basic) else basic | optional_kinds
         # Kind by kind: a LOAD that stands early does not fix the place of an R.
         for kind in sorted(kinds & optional_kinds):
-            kinds = kinds - {kind} if stands(kinds - {kind}) else kinds
+            kinds = kinds - {kind} if keeps_order(kinds - {kind}) else kinds
         program.__dict__["fixed_kinds"] = kinds
     return kinds
 
@@ -79,7 +79,7 @@ def arrange(
 ) -> Program:
     """Put ops into the one global order, in which ops of `named_kinds` keep their given order on each rank.
 
-    Naming more kinds than a schedule must changes nothing where these stand as the data would put them.
+    Naming further kinds changes nothing if their given order is the one that the data put them in.
 
     Args:
         named_kinds: the kinds whose order is given; those that a schedule always names by default.

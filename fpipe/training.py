@@ -15,10 +15,7 @@ from fpipe.program import Input, Op, Output, Program, Value, with_buffer_names
 
 
 def program(
-    model: Model | int,
-    *,
-    inputs: Sequence[Source | tuple[Source, ...]] | None = None,
-    input_grads: bool = False,
+    model: Model | int, *, inputs: Sequence[Source | tuple[Source, ...]] | None = None, input_grads: bool = False
 ) -> Program:
     """Return the training step of a model, or of a plain chain of n stages, for one batch on one rank.
 
@@ -160,7 +157,6 @@ def _placeholder_stage(params: object, x: object) -> object:
 
 
 def _source_value(source: Source) -> Value:
-    """Return the value that a stage reads from a source."""
     if isinstance(source, tuple):
         return Value("y", source[0], 0, port=source[1])
     return Value("inputs") if source == "batch" else Value("y", source, 0)

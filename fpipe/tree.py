@@ -76,7 +76,7 @@ def paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def first_difference(tree: Any, other_tree: Any) -> str | None:
-    """The first place where only one of two trees has a leaf; None where their leaves stand in the same places."""
+    """Return the first path at which only one of two trees has a leaf; None if their leaves have the same paths."""
     paths_of_tree, paths_of_other = [dict.fromkeys(path for path, _ in paths(either)) for either in (tree, other_tree)]
     return next(
         (path for path in [*paths_of_tree, *paths_of_other] if path not in paths_of_tree or path not in paths_of_other),
@@ -85,7 +85,7 @@ def first_difference(tree: Any, other_tree: Any) -> str | None:
 
 
 def in_order_of(tree: Any, other_tree: Any) -> Any:
-    """`other_tree` with its dicts in the order of `tree`'s, leaves of `tree` standing for any value.
+    """Return `other_tree` with its dicts in the order of `tree`'s; a leaf of `tree` stands for any value.
 
     >>> in_order_of({"a": 0, "b": 0}, {"b": 1, "a": 2})
     {'a': 2, 'b': 1}

@@ -51,11 +51,8 @@ def draw_rows(rows: Sequence[Sequence[str]], step_by_rank: dict[int, int]) -> st
     for rank, marked_step in sorted(step_by_rank.items()):
         cells = [f"[{cell}]" if step == marked_step else cell for step, cell in enumerate(rows[rank])]
         first_shown, end_shown = max(0, marked_step - 6), marked_step + 7
-        shown_cells = [
-            *(["..."] if first_shown else []),
-            *cells[first_shown:end_shown],
-            *(["..."] if end_shown < len(cells) else []),
-        ]
+        cut_before, cut_after = ["..."] * (first_shown > 0), ["..."] * (end_shown < len(cells))
+        shown_cells = [*cut_before, *cells[first_shown:end_shown], *cut_after]
         lines.append(f"  rank {rank} | {' '.join(shown_cells)}")
     return "\n".join(lines)
 

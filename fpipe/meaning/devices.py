@@ -98,7 +98,7 @@ def bring_batch_leaf(leaf: Any, home: torch.device) -> Any:
 def move_tensor(leaf: Any, source: torch.device, target: torch.device, *, is_queued: bool = False) -> Any:
     """Return a tensor on the target device with the same strides; leaves on other devices than `source` unchanged.
 
-    A copy to the CPU is complete on return, unless `is_queued`: then it is in pinned memory once the stream is there.
+    A copy to the CPU is complete on return, unless `is_queued`: then it is there when the stream has run the copy.
     """
     move = partial(Tensor.to, device=target, non_blocking=target.type != "cpu")
     return copy_tensors([leaf], source, copy_to_pinned if is_queued and target.type == "cpu" else move)[0]

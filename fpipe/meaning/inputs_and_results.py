@@ -50,7 +50,7 @@ def bind_inputs(program: Program, model: Model, inputs: StepInputs) -> dict[Valu
         bound |= {} if scale is None else {Value("scale"): scale}
         bound |= {Value("lr", port=step): rate for step, rate in enumerate(rates)}
         bound |= _split_tied(model, "opt", _in_model_order(model, opt))
-    # A program with shards reads "shard" in place of "params"; what it is handed are the shards.
+    # A program with shards reads "shard" where others read "params": the params of its caller are the shards.
     bound |= {value._replace(name="shard"): bundle for value, bundle in bound.items() if value.name == "params"}
     for value, _ in program.inputs:
         if value not in bound or (value.name == "key" and inputs.key is None):
@@ -70,11 +70,7 @@ def _split_tied(model: Model, name: str, per_stage: Sequence[Any]) -> dict[Value
 
 
 def make_context(
-    program: Program,
-    model: Model,
-    params: Sequence[Any],
-    sizes: tuple[int, ...],
-    replica: tuple[int, int] = (0, 1),
+    program: Program, model: Model, params: Sequence[Any], sizes: tuple[int, ...], replica: tuple[int, int] = (0, 1)
 ) -> StepContext:
     """Return the context of a step on microbatches of these sizes; `replica` is its index and their number."""
     per_step, (number, count) = program.microbatches // program.steps, replica
@@ -129,13 +125,9 @@ def _in_model_order(model: Model, params: Sequence[Any]) -> list[Any]:
 
 
 def collect_results(
-    program: Program,
-    model: Model,
-    step_inputs: StepInputs,
-    values: Mapping[Value, Any],
-    as_own: Callable[[Any], Any],
+    program: Program, model: Model, step_inputs: StepInputs, values: Mapping[Value, Any], unshare: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Return the results by name, after `as_own` of each leaf; unmerged ones as tuples over microbatches and slices."""
+    """Return the results by name, after `unshare` of each leaf; unmerged ones as tuples."""
     params, batch, state = step_inputs.params, step_inputs.batch, step_inputs.state
     presplit = any("presplit" in dict(op.how) for op in program.ops if op.kind == "SPLIT")
     merged: dict[str, Any] = {}
@@ -145,18 +137,18 @@ def collect_results(
         by_name[end.name.name, end.name.microbatch, end.name.slice].append(end)
     for (name, microbatch, slice_index), ends in by_name.items():
         if name == "grads":
-            result: Any = tree.tree_map(as_own, _collect_gradients(model, params, ends, values))
+            result: Any = tree.tree_map(unshare, _collect_gradients(model, params, ends, values))
         elif name == "input_grads":
             inputs = batch[0] if microbatch is None or not presplit else batch[0][microbatch]
-            result = tree.tree_map(as_own, tree.unflatten(tree.flatten(inputs)[1], values[ends[0].value]))
+            result = tree.tree_map(unshare, tree.unflatten(tree.flatten(inputs)[1], values[ends[0].value]))
         elif name in ("params", "opt"):
-            result = tree.tree_map(as_own, _by_stage(model, params, _by_bundle(ends, values)))
+            result = tree.tree_map(unshare, _by_stage(model, params, _by_bundle(ends, values)))
         elif name == "state":
             assert state is not None
-            state_by_stage = {end.name.stage: tree.tree_map(as_own, values[end.value]) for end in ends}
+            state_by_stage = {end.name.stage: tree.tree_map(unshare, values[end.value]) for end in ends}
             result = tuple(state_by_stage.get(number, state[number]) for number in range(len(model.stages)))
         else:
-            result = tree.tree_map(as_own, values[ends[0].value])
+            result = tree.tree_map(unshare, values[ends[0].value])
         if microbatch is None:
             merged[name] = result
         else:

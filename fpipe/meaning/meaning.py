@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.by_autograd import (
-    Leaves,
-    Rule,
-    StepContext,
-    backward,
-    forward,
-    weight_gradient,
-)
+from fpipe.meaning.by_autograd import Leaves, Rule, StepContext, backward, forward, weight_gradient
 from fpipe.meaning.devices import move_tensor
 from fpipe.meaning.purity.write_guard import is_strided
 from fpipe.meaning.single_device.microbatch import (
@@ -137,9 +130,7 @@ def _nonzero_divisor(count: Any) -> Any:
 
 def reduce_alone(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """Define REDUCE and SCATTER of a single replica: a copy of the operand; a number becomes a tensor."""
-    operands = [
-        [*map(_copy_operand, operand)] if isinstance(operand, list) else _copy_operand(operand) for operand in args
-    ]
+    operands = [[*map(_copy_operand, arg)] if isinstance(arg, list) else _copy_operand(arg) for arg in args]
     return [tree.tree_map(make_cast(op), pytree) for pytree in operands]
 
 
@@ -183,12 +174,9 @@ def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
         losses = args_by_name["loss" if "loss" in args_by_name else "total"]
         losses = scale_each(losses, args_by_name["w"]) if context.model.reduction == "mean" else losses
         # Replicas add the total up, and divide the sum by the count over all replicas.
-        value_by_name["total"] = sum(losses[1:], losses[0])
-        value_by_name["loss"] = (
-            value_by_name["total"] / _nonzero_divisor(value_by_name["count"])
-            if "count" in value_by_name
-            else value_by_name["total"]
-        )
+        total = value_by_name["total"] = sum(losses[1:], losses[0])
+        has_count = "count" in value_by_name
+        value_by_name["loss"] = total / _nonzero_divisor(value_by_name["count"]) if has_count else total
     for name, parts, spec in (("outputs", args_by_name.get("y"), "spec"), ("aux", args_by_name.get("aux"), "aux")):
         if parts is not None:
             weights = args_by_name["w"]
@@ -203,22 +191,16 @@ def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
 
 def _join_input_grads(inputs: Any, parts: Sequence[Any], settings: Mapping[str, Any]) -> Leaves:
     """Join the input gradients of microbatches (and slices) as the inputs were cut."""
-    spec, sequence_spec = (
-        side_spec[0] if isinstance(side_spec, tuple) else side_spec
-        for side_spec in map(spec_of, map(settings.get, ("spec", "sequence")))
-    )
+    specs = map(spec_of, map(settings.get, ("spec", "sequence")))
+    spec, sequence_spec = (pair[0] if isinstance(pair, tuple) else pair for pair in specs)
     slices = settings.get("slices", 1)
     if slices > 1:
         inputs_by_microbatch: Sequence[Any] = inputs if "presplit" in settings else [inputs] * (len(parts) // slices)
+        slice_groups = [parts[start : start + slices] for start in range(0, len(parts), slices)]
+        dim = settings.get("dim", 1)
         parts = [
-            join_slices(
-                microbatch_inputs,
-                parts[index * slices : (index + 1) * slices],
-                settings.get("dim", 1),
-                sequence_spec,
-                row_spec=spec,
-            )
-            for index, microbatch_inputs in enumerate(inputs_by_microbatch)
+            join_slices(microbatch_inputs, group, dim, sequence_spec, row_spec=spec)
+            for microbatch_inputs, group in zip(inputs_by_microbatch, slice_groups, strict=True)
         ]
     return [leaf for part in parts for leaf in part] if "presplit" in settings else join_gradients(inputs, parts, spec)
 

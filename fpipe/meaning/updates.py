@@ -28,10 +28,8 @@ def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
     names = names_of_update(op, spec, context.model)
     indices = [index for index, grad in enumerate(grads) if grad is not None]
     params, dense_grads, states = ([column[index] for index in indices] for column in (leaves, grads, leaf_states))
-    settings, numbers = (
-        update.of([names[index] for index in indices]),
-        map(args_by_name.get, ("norm", "lr", "valid")),
-    )
+    settings = update.of([names[index] for index in indices])
+    numbers = map(args_by_name.get, ("norm", "lr", "valid"))
     params, states = update_leaves(update, settings, [False] * len(indices), params, dense_grads, states, *numbers)
     for index, param, state in zip(indices, params, states, strict=True):
         leaves[index], leaf_states[index] = param.requires_grad_(leaves[index].requires_grad), state

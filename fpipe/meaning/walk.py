@@ -206,14 +206,11 @@ def lockstep(
     output_values = {end.value: values[0][end.value] for end in program.outputs}
     if any(value.name == "shard" for value, _ in program.inputs):
         parts = [end.value for end in program.outputs if end.name.name in ("grads", "params", "opt")]
-        output_values |= {
-            value: _gather([values_of_replica[value] for values_of_replica in values[:inner_replicas]])[0]
-            for value in parts
-        }
+        neighbours = values[:inner_replicas]
+        output_values |= {value: _gather([replica[value] for replica in neighbours])[0] for value in parts}
     caller_storages = {*storages_of(tree.leaves((inputs.trees, batches)))}
-    result_by_name = collect_results(
-        program, model, replace(inputs, batch=batches[0]), output_values, partial(unshare_leaf, caller_storages)
-    )
+    inputs = replace(inputs, batch=batches[0])
+    result_by_name = collect_results(program, model, inputs, output_values, partial(unshare_leaf, caller_storages))
     return Result(**{name: result for name, result in result_by_name.items() if name in _FIELDS_OF_ALL})
 
 
@@ -277,10 +274,8 @@ def check_replicas(program: Program, replicas: int | tuple[int, int]) -> None:
     """Raise ValueError if a program cannot be walked with this number of replicas."""
     axes = replica_axes(program)
     if replicas != 1 and len(axes) > 0 and isinstance(replicas, tuple) != (len(axes) == 2):
-        axis_names, expected = (
-            " and ".join(map(repr, axes)),
-            "a pair such as (2, 2)" if len(axes) == 2 else "a number such as 2",
-        )
+        axis_names = " and ".join(map(repr, axes))
+        expected = "a pair such as (2, 2)" if len(axes) == 2 else "a number such as 2"
         raise ValueError(f"the program has replicas along {axis_names}: replicas is {expected}; found {replicas!r}.")
     exchange = next((op for op in program.ops if is_exchange(op) and dict(op.how)["axis"] in axes), None)
     if replicas != 1 and exchange is not None:

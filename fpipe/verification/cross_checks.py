@@ -116,17 +116,12 @@ def compare_undivided(
 
 def _reasons_to_differ(model: Model) -> list[str]:
     """Return the reasons why microbatches may give other results than their whole batch."""
-    stateful = [index for index, stage in enumerate(model.stages) if "state" in stage.asks]
-    numbered = [index for index, stage in enumerate(model.stages) if "microbatch" in stage.asks]
-    reasons = [
-        f"{model.label_of(index)} keeps state, as a batch norm does, which sees one microbatch at a time"
-        for index in stateful
-    ]
-    reasons += [f"{model.label_of(index)} reads which microbatch it is" for index in numbered]
-    with_own_loss = [index for index, stage in enumerate(model.stages) if stage.aux_loss]
-    return reasons + [
-        f"{model.label_of(index)} has a loss of its own, which may be no mean over rows" for index in with_own_loss
-    ]
+    stages = [(model.label_of(index), stage) for index, stage in enumerate(model.stages)]
+    state_reason = "keeps state, as a batch norm does, which sees one microbatch at a time"
+    reasons = [f"{label} {state_reason}" for label, stage in stages if "state" in stage.asks]
+    reasons += [f"{label} reads which microbatch it is" for label, stage in stages if "microbatch" in stage.asks]
+    loss_reason = "has a loss of its own, which may be no mean over rows"
+    return reasons + [f"{label} {loss_reason}" for label, stage in stages if stage.aux_loss]
 
 
 def _run_undivided(model: Model, arguments: StepArguments, rows: int) -> Result:

@@ -141,7 +141,6 @@ def check_training(
 
 
 def _updates_shards_by_fused_rule(program: Program, op: Op) -> bool:
-    """Return whether fused kernels update shards."""
     # Such kernels are vectorized, and round the last numbers of a tensor otherwise than the ones before.
     return bool(dict(update_settings(op.how).settings).get("fused")) and any(op.kind == "GATHER" for op in program.ops)
 

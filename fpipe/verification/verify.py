@@ -274,16 +274,14 @@ def _describe_fault(program: Program, wrong_value: WrongValue | None, mismatch: 
         return "The program is right, walked down op by op; the step that ran it is not."
     report = mismatch.report
     wrong_names = [leaf.name for leaf in report.leaves if not leaf.bitwise] if report is not None else [""]
-    wrong_outputs = [
-        output.value for output in program.outputs if any(name.startswith(str(output.name)) for name in wrong_names)
-    ]
+    # A leaf is named by its output and its path in it.
+    wrong_outputs = [end.value for end in program.outputs if any(n.startswith(str(end.name)) for n in wrong_names)]
     last_ops = {program.ops[program.writer[value]] for value in wrong_outputs}
     joining_cells = list_names(sorted(op.cell for op in last_ops if op.kind in ("ADD", "MERGE", "SCALE")))
     return f"What the stages compute for each microbatch is right; what joins it is not: {joining_cells}."
 
 
 def _compare_with_zeros(name: str, actual: Tensor | None, expected: Tensor | None) -> Leaf:
-    """Compare a gradient that is missing on one side with zeros."""
     # Only zeros of the program are right: a stage without a trace writes them for a leaf that its data do not reach.
     grad = expected if actual is None else actual
     assert grad is not None

@@ -75,7 +75,7 @@ def find_update(program: Program) -> Op | None:
 
 
 def names_of_leaves(spec: tree.Spec) -> list[str]:
-    """Return the names of leaves: the keys of each one's path, joined by dots."""
+    """Return the names of leaves: the keys of their paths, joined by dots."""
     return [".".join(map(str, path)) for path in spec.paths()]
 
 

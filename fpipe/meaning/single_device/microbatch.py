@@ -96,10 +96,8 @@ def cut(
             raise ValueError(f"{rows} rows cannot fill {count} microbatches; {remedy}.")
         # The first `rows % count` microbatches are one row longer, so microbatch i starts min(i, rows % count) rows
         # later than i * (rows // count).
-        start, length = (
-            index * (rows // count) + min(index, rows % count),
-            rows // count + (index < rows % count),
-        )
+        start = index * (rows // count) + min(index, rows % count)
+        length = rows // count + (index < rows % count)
     remedy = "hand in a list of microbatches, to split(m, presplit=True)"
     return _narrow(tree, cut_dims(tree, spec), start, length, label, remedy), length
 

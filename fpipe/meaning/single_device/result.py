@@ -92,7 +92,6 @@ def _first_tensor(pytree: Any) -> Tensor | None:
 
 
 def _summarize(name: str, value: Any) -> str:
-    """Describe a field of a result in a few words, whatever its size."""
     if name == "timeline":
         return name
     tensors = [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]

@@ -23,9 +23,7 @@ from fpipe.meaning.optimizers.rules import (
     with_numbers,
     without_foreach,
 )
-from fpipe.meaning.single_device.params_and_state import (
-    net_order,
-)
+from fpipe.meaning.single_device.params_and_state import net_order
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model
 
@@ -124,12 +122,7 @@ def _unscale(scaler: torch.amp.GradScaler, grads: Sequence[Any]) -> tuple[Any, .
 
 
 def _update_params(
-    update: UpdateSettings,
-    params: Sequence[Any],
-    opt: Sequence[Any],
-    grads: Sequence[Any],
-    norm: Tensor,
-    rate: Any,
+    update: UpdateSettings, params: Sequence[Any], opt: Sequence[Any], grads: Sequence[Any], norm: Tensor, rate: Any
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     leaves, spec = tree.flatten(tuple(params))
     names = [name for stage in params for name in names_of_leaves(tree.flatten(stage)[1])]
