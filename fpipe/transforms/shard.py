@@ -242,6 +242,7 @@ class _GatheredCopies:
 
     `copies_by_rank`: for each parameter that a rank gathers, the GATHERs to come, and the copies that have one, by the
     key of the ops that share them: each as its value and the position of its GATHER.
+    `gathers`: the GATHERs made so far; they stand behind the program's ops, from `first_position` on.
     """
 
     def __init__(self, program: Program, options: Options) -> None:
@@ -257,6 +258,7 @@ class _GatheredCopies:
         )
         self.travelling_values = {value for rank, value in params_reads if value in homes and rank not in homes[value]}
         self.position_by_travelling: dict[Value, int] = {}  # of the GATHERs of copies that travel
+        self.gathers, self.first_position = list[Op](), 0
         self.copies_by_rank: defaultdict[int, dict[Value, tuple[Iterator[Op], _CopyByKey]]] = defaultdict(dict)
         for value, ranks in homes.items():
             for rank in ranks:
@@ -292,6 +294,7 @@ class _GatheredCopies:
         """
         away = self.travelling_values
         gathers = [self.make_gather(value, min(homes)) for value, homes in self.homes.items() if value in away]
+        self.gathers, self.first_position = gathers, len(ops)
         self.position_by_travelling = {gather.writes[0]: position for position, gather in enumerate(gathers, len(ops))}
         # A rank's row is made in slots. Slot k has the positions of what stands right before timed op k: of timed op
         # k-1, and of all between the two. So a GATHER `lead` ops before timed op k is appended to slot k-lead.
@@ -309,61 +312,53 @@ class _GatheredCopies:
             # Parameters are inputs of the program (source -1). Most ops read some; the rest, and SPLIT, read none.
             if -1 in op_sources and kind != "SPLIT":
                 step = len(slots) - 2  # the number of the rank's last timed op; -1 before the first
-                next_position = len(ops) + len(gathers)
+                next_position = len(ops) + len(gathers)  # reading copies adds GATHERs to `self.gathers`
                 read_copies = self.read_copies_in_parts if op[7] else self.read_copies
-                new_ops[position], new_sources[position], new_gathers = read_copies(
-                    op, op_sources, copy_sharing, step, next_position
-                )
-                if new_gathers:
-                    slots[step - lead if step > lead else 0] += range(next_position, next_position + len(new_gathers))
-                    gathers += new_gathers
+                new_ops[position], new_sources[position] = read_copies(op, op_sources, copy_sharing, step)
+                slots[step - lead if step > lead else 0] += range(next_position, len(ops) + len(gathers))
         rows = [list(chain.from_iterable(slots_by_rank[rank])) for rank in range(1 + max(slots_by_rank))]
         return new_ops + gathers, new_sources + [(-1,)] * len(gathers), rows
 
     def read_copies(
-        self, op: Op, sources: Sequence[int], copy_sharing: CopySharing | None, step: int, next_position: int
-    ) -> tuple[Op, Sources, list[Op]]:
-        """Return an op that reads its copies, its sources, and the GATHERs of copies that no earlier op reads.
-
-        The GATHERs will stand at `next_position` and the positions behind it.
-        """
+        self, op: Op, sources: Sequence[int], copy_sharing: CopySharing | None, step: int
+    ) -> tuple[Op, Sources]:
+        """Return an op that reads its copies, and its sources; make the GATHERs of copies that no earlier op reads."""
         # Plain tuples and no _replace: this runs for every op that reads parameters, and took 8 % off the transform.
         kind, stage, microbatch, slice_index, rank, reads, writes, parts, options = op
         copies, new_reads, new_sources = self.copies_by_rank[rank], [*reads], [*sources]
-        new_gathers: list[Op] = []
         for read_index, source in enumerate(sources):
             if source == -1:
                 value = reads[read_index]
                 if value in copies:
                     gathers_to_come, copy_by_key = copies[value]
                     key = copy_sharing(step, op) if copy_sharing else None
-                    if copy_sharing is None or key not in copy_by_key:
+                    copy = copy_by_key.get(key)
+                    if copy is None:
                         gather = next(gathers_to_come)
-                        copy_by_key[key] = gather[6][0], next_position + len(new_gathers)
-                        new_gathers.append(gather)
-                    new_reads[read_index], new_sources[read_index] = copy_by_key[key]
+                        copy = gather[6][0], self.first_position + len(self.gathers)
+                        self.gathers.append(gather)
+                        if copy_sharing:
+                            copy_by_key[key] = copy
+                    new_reads[read_index], new_sources[read_index] = copy
                 elif value in self.position_by_travelling:
                     new_sources[read_index] = self.position_by_travelling[value]
         new_op = _new(Op, (kind, stage, microbatch, slice_index, rank, tuple(new_reads), writes, parts, options))
-        return new_op, tuple(new_sources), new_gathers
+        return new_op, tuple(new_sources)
 
     def read_copies_in_parts(
-        self, op: Op, sources: Sequence[int], copy_sharing: CopySharing | None, step: int, next_position: int
-    ) -> tuple[Op, Sources, list[Op]]:
-        """Do the same for a PAIR, whose parts have keys of their own: they may read different copies of a parameter."""
+        self, op: Op, sources: Sequence[int], copy_sharing: CopySharing | None, step: int
+    ) -> tuple[Op, Sources]:
+        """Return a PAIR whose parts read their copies, and its sources. Each part has a key, and so may have a copy."""
         source_by_value = dict(zip(op[5], sources, strict=True))
         new_source_by_value = source_by_value.copy()
-        new_parts, new_gathers = list[Op](), list[Op]()
+        new_parts: list[Op] = []
         for part in op[7]:
             part_sources = [source_by_value[value] for value in part[5]]
-            new_part, new_part_sources, part_gathers = self.read_copies(
-                part, part_sources, copy_sharing, step, next_position + len(new_gathers)
-            )
+            new_part, new_part_sources = self.read_copies(part, part_sources, copy_sharing, step)
             new_parts.append(new_part)
             new_source_by_value.update(zip(new_part[5], new_part_sources, strict=True))
-            new_gathers += part_gathers
         new_pair = pair(*new_parts)
-        return new_pair, tuple([new_source_by_value[value] for value in new_pair[5]]), new_gathers
+        return new_pair, tuple([new_source_by_value[value] for value in new_pair[5]])
 
 
 def forwards_per_microbatch(program: Program) -> list[int]:
