@@ -118,14 +118,12 @@ def search(
             ranks=ranks,
             placement=goal.placement,
             memory_cap=goal.memory_cap,
-            seconds=effort.seconds,
             split_backward=HALVES[goal.split_backward],
             objective=goal.objective,
-            solver=effort.solver,
             checkpoint=goal.checkpoint,
             without=goal.excluded_starts or (),
             shard=goal.shard or (),
-            seed=effort.seed,
+            **vars(effort),
             progress=show_progress,
         )
     # 2) Print the schedule, and a table of it and the named ones.

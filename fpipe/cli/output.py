@@ -22,7 +22,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """
     width = columns_of_terminal()
     # A column is never narrower than its longest word; the first one, of names, is not wrapped at all.
-    widths = [max(len(word) for cell in cells for word in cell.split()) for cells in zip(columns, *rows, strict=True)]
+    widths = [max(len(part) for cell in cells for part in cell.split()) for cells in zip(columns, *rows, strict=True)]
     name_width = max(len(row[0]) for row in rows) if width is not None else 0
     if width is not None and sum(widths) + 3 * len(columns) + name_width - widths[0] > width:
         _paragraphs(columns, rows, width)

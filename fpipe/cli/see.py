@@ -115,13 +115,11 @@ def compare(
       python -m fpipe compare one_f_one_b my_table.csv --html both.html
     """
     options.refuse_sizes_of_files(typed, names_or_files or ())
-    programs_or_names = [
-        (name, read_program(name, replicated=replicated)) if is_file(name) else name
-        for name in names_or_files or names()
-    ]
+    typed_names = names_or_files or names()
+    subjects = [(name, read_program(name, replicated=replicated)) if is_file(name) else name for name in typed_names]
     costs = priced.on_cluster
     typed_costs = costs.for_library if costs.are_typed else None
-    comparison = compare_schedules(programs_or_names, ranks, microbatches, typed_costs)
+    comparison = compare_schedules(subjects, ranks, microbatches, typed_costs)
     print(comparison)
     served = [row for row in comparison if row.timeline is not None]
     if not served:

@@ -147,21 +147,14 @@ class Climber:
         Nothing that starts before the earliest time of a change can notice it. Starts ascend along a row, so a
         bisection finds the first op of each rank that starts later.
         """
-        changed_place = next(
-            place for place, (old_op, new_op) in enumerate(zip(old_ops, new_ops, strict=True)) if old_op != new_op
-        )
+        pairs = enumerate(zip(old_ops, new_ops, strict=True))
+        changed_place = next(index for index, (old_op, new_op) in pairs if old_op != new_op)
         ends, seconds = self.inspected.played.ends, self.tasks.seconds
         earliest_change = ends[old_ops[changed_place - 1]] if changed_place else 0.0
         # An exchange starts no earlier than the op above it on the main lane does, which may be before that op ends.
         if self.tasks.on_exchange_lane:
-            op_above = next(
-                (
-                    old_ops[place]
-                    for place in reversed(range(changed_place))
-                    if not self.tasks.on_exchange_lane[old_ops[place]]
-                ),
-                -1,
-            )
+            ops_above = (op for op in reversed(old_ops[:changed_place]) if not self.tasks.on_exchange_lane[op])
+            op_above = next(ops_above, -1)
             earliest_change = ends[op_above] - seconds[op_above] if op_above >= 0 else 0.0
         known_counts = [bisect_left(starts, earliest_change) for starts in self.starts_by_rank]
         known_counts[rank] = min(known_counts[rank], changed_place)

@@ -32,17 +32,17 @@ def search_with_gathers(
     Raises:
         ProgramError: nothing fits.
     """
-    found_by_cap: dict[float, SearchResult] = {}
+    result_by_cap: dict[float, SearchResult] = {}
     results: list[SearchResult] = []
     smallest_peak = math.inf
     for policy in policies:
         cap = problem.cap
         for _ in range(MAX_CAPS):
             try:
-                result = found_by_cap[cap] if cap in found_by_cap else found_by_cap.setdefault(cap, search(cap))
+                result = result_by_cap[cap] if cap in result_by_cap else result_by_cap.setdefault(cap, search(cap))
             except ProgramError:
                 # If the first search fails, the program does not fit even without gathered parameters.
-                if not found_by_cap:
+                if not result_by_cap:
                     raise
                 break
             program = shard(gather=policy)(result.program)
@@ -62,4 +62,4 @@ def search_with_gathers(
             f"nothing fits memory_cap={cap} with what is gathered: the least that was found is {smallest_peak}; "
             'fpipe.shard(gather="use", lead=0) holds less.'
         )
-    return min(results, key=lambda amount: problem.value(amount.timeline))
+    return min(results, key=lambda result: problem.value(result.timeline))

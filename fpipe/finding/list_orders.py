@@ -70,9 +70,9 @@ class ListOrders:
         self.rank = [op.rank for op in last_ops]
         self.microbatch = [op.microbatch or 0 for op in last_ops]
         self.kind = [0 if op.kind == "F" else 2 if op.kind == "W" else 1 for op in last_ops]
-        self.depth = [
-            (op.stage or 0) if op.kind == "F" else 2 * tasks.program.stages - (op.stage or 0) for op in last_ops
-        ]
+        # How many stages the microbatch has passed: upwards in the forward, then down again.
+        both_passes = 2 * tasks.program.stages
+        self.depth = [(op.stage or 0) if op.kind == "F" else both_passes - (op.stage or 0) for op in last_ops]
         self.takes = [sum(tasks.takes[op] for op in step) for _, step in self.steps]
         self.drops = [sum(tasks.drops[op] for op in step) for _, step in self.steps]
         # 2) What each step waits for, and how long.
@@ -201,7 +201,6 @@ class ListOrders:
         return self._rows_of(list_schedule(self.graph, pick))
 
     def _rows_of(self, schedule: ListSchedule) -> Rows | None:
-        """Return a list schedule as rows of tracks, or None if it deadlocked."""
         if any(schedule.stuck) or sum(map(len, schedule.rows)) < len(self.steps):
             return None
         return [[self.steps[step][0] for step in row] for row in schedule.rows]

@@ -181,11 +181,8 @@ class LocalSearch:
         """
         rows = sorted(self.named.values(), key=lambda row: named_row_key(row, self.problem.objective))
         renamed_rows = [replace(row, name=row.name.replace(WITHOUT_COSTS, "")) for row in rows]
-        return [
-            row
-            for row, renamed_row in zip(rows, renamed_rows, strict=True)
-            if renamed_row == row or renamed_row != self.named.get(renamed_row.name)
-        ]
+        pairs = zip(rows, renamed_rows, strict=True)
+        return [row for row, renamed in pairs if renamed == row or renamed != self.named.get(renamed.name)]
 
     def _backward_variants(self, base: Program) -> list[Program]:
         """Return the program with full and with split backwards, as far as the problem allows."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fpipe.finding.local_search import LocalSearch
 from fpipe.finding.named_starts import picks_order_by_costs, schedule_of
 from fpipe.finding.op_facts import apply_if_legal
-from fpipe.finding.play import order_value
+from fpipe.finding.play import Needs, order_value
 from fpipe.finding.pool import Contender
 from fpipe.finding.problem import SearchProblem
 from fpipe.finding.tasks import Rows, SteadyState, Tasks, extrapolate, steady_states, stretch
@@ -132,8 +132,8 @@ def extend_named_schedules(short_search: LocalSearch, long_search: LocalSearch) 
         if predict(name, "peak") <= problem.cap * (1 + 1e-9) or second_rows[name].fits:
             long_search.add_starts([(name, probes[1].starts[name])], improve=False)
     # 4) Schedules that may take another order: build them by lower bound, until a named schedule is as good.
-    fits = {schedule_of(name) for probe in probes for name, row in probe.named.items() if row.fits}
-    open_names = [name for name in in_both - predicted.keys() if schedule_of(name) in fits]
+    fitting_names = {schedule_of(name) for probe in probes for name, row in probe.named.items() if row.fits}
+    open_names = [name for name in in_both - predicted.keys() if schedule_of(name) in fitting_names]
     lower_bounds = {name: lower_bound_of_named(name, probes, steps) for name in open_names}
     for name in sorted(lower_bounds, key=lambda name: (lower_bounds[name], name)):
         named_values = [getattr(row, problem.objective) for row in long_search.named.values() if row.fits]
@@ -247,34 +247,29 @@ def lengthen_tasks(tasks: Tasks, extra_microbatches: int) -> Tasks | None:
     ops = sorted((op, track, offset) for track, steps in enumerate(tasks.tracks) for offset, op in enumerate(steps[0]))
     ops_by_microbatch = [[tasks.tracks[track][m][offset] for _, track, offset in ops] for m in range(count)]
     first_ops, op_count, microbatches = ops_by_microbatch[0], len(ops), count + extra_microbatches
-    index_in_microbatch = {op: offset for row in ops_by_microbatch for offset, op in enumerate(row)} | {-1: -1}
+    offset_by_op = {op: offset for row in ops_by_microbatch for offset, op in enumerate(row)} | {-1: -1}
 
     def facts(index: int) -> tuple[object, ...]:
-        op, needs = tasks.ops[index], [(index_in_microbatch[source], delay) for source, delay in tasks.needs[index]]
+        op, needs = tasks.ops[index], [(offset_by_op[source], delay) for source, delay in tasks.needs[index]]
         return op.kind, op.stage, op.rank, tasks.seconds[index], needs
 
     facts_by_microbatch = [list(map(facts, row)) for row in ops_by_microbatch]
     if any(row != facts_by_microbatch[0] for row in facts_by_microbatch[1:]):
         return None
     # 3) Op `offset` of microbatch m becomes number m * op_count + offset.
-    steps = [[index_in_microbatch[op] for op in steps[0]] for steps in tasks.tracks]
+    steps = [[offset_by_op[op] for op in steps[0]] for steps in tasks.tracks]
+
+    def needs_of(op: int, microbatch: int) -> Needs:
+        start = microbatch * op_count
+        return tuple((start + offset_by_op[source] if source >= 0 else -1, lag) for source, lag in tasks.needs[op])
+
     return replace(
         tasks,
         ops=[tasks.ops[op]._replace(microbatch=microbatch) for microbatch in range(microbatches) for op in first_ops],
         seconds=[tasks.seconds[op] for op in first_ops] * microbatches,
-        needs=[
-            tuple(
-                (microbatch * op_count + index_in_microbatch[needed_op] if needed_op >= 0 else -1, delay)
-                for needed_op, delay in tasks.needs[op]
-            )
-            for microbatch in range(microbatches)
-            for op in first_ops
-        ],
+        needs=[needs_of(op, microbatch) for microbatch in range(microbatches) for op in first_ops],
         takes=[tasks.takes[op] for op in first_ops] * microbatches,
         drops=[tasks.drops[op] for op in first_ops] * microbatches,
-        tracks=[
-            [tuple(microbatch * op_count + offset for offset in track) for microbatch in range(microbatches)]
-            for track in steps
-        ],
+        tracks=[[tuple(m * op_count + offset for offset in track) for m in range(microbatches)] for track in steps],
         rows=[[] for _ in tasks.rows],
     )

@@ -44,9 +44,8 @@ class ScheduleTable:
         """Place and order a program."""
         # The table names R, OFFLOAD and LOAD, but they are ops of other transforms. So take them out of the table, let
         # `checkpoint` and `offload` make them for the cells where they stood, and order the copies by the whole table.
-        recomputed = {
-            parse_cell(cell)[0][1:3] for row in self.rows for cell in row if "R" in cell and not names_value(cell)
-        }
+        op_cells = (cell for row in self.rows for cell in row if not names_value(cell))
+        recomputed = {parse_cell(cell)[0][1:3] for cell in op_cells if "R" in cell}
         cells = [[cell for cell in row if names_value(cell) or "R" not in cell] for row in self.rows]
         matches = (OFFLOAD_CELL.fullmatch(cell) for row in cells for cell in row)
         memory_by_cell = {(int(match[1]), int(match[2])): match[3] for match in matches if match}

@@ -116,7 +116,7 @@ def search(
     makespan 138, span 138, bubble 13.0%, peak per rank [1.5, 1.5]
     makespan 138: none of these ops on these ranks takes less than 131, this is 5.3% above
     """
-    base = _base(what, microbatches)
+    base = _program_to_order(what, microbatches)
     costs = checked_costs(costs, base)
     # Ask for the cost of every op now: a missing cost is an error here, not in the middle of the search.
     for op in base.ops:
@@ -175,8 +175,7 @@ def search_for(
     return _Search(base, searched, bases, problem, seconds, by_solver, progress).run()
 
 
-def _base(what: Program | Model | int, microbatches: int | None) -> Program:
-    """Return the program to order, split into microbatches."""
+def _program_to_order(what: Program | Model | int, microbatches: int | None) -> Program:
     if not isinstance(what, Program):
         return chain(split(check_whole_number("microbatches", microbatches)), merge())(base_program(what))
     if microbatches is not None:
@@ -238,21 +237,19 @@ class _Search:
         self.seconds, self.by_solver = seconds, by_solver
         self.progress: Progress = progress or (lambda share, best, bound: None)
         self.local_seconds = min(2.0, seconds / 4) if by_solver else seconds
+        self.solver_seconds = seconds - self.local_seconds
         self.local_search = LocalSearch(searched, problem, self._report_local)
         self.long_search = None if searched[0] is bases[0] else LocalSearch(bases, problem, self._report_local)
         self.proven_floors: dict[Any, float] = {}
         self.complete = True
 
     def run(self) -> SearchResult:
-        """Run all phases and return the result."""
         try:
             self.local_search.gather_orders()
             self.local_search.improve_orders(self.local_seconds * RATE)
             self.complete = not self.local_search.stopped
             if self.by_solver and self.complete and not self.local_search.is_optimal():
-                self.proven_floors = solve_pool(
-                    self.local_search, self.seconds - self.local_seconds, self._report_solver
-                )
+                self.proven_floors = solve_pool(self.local_search, self.solver_seconds, self._report_solver)
         except KeyboardInterrupt:
             self.complete = False
             if self.local_search.best is None:
@@ -276,7 +273,7 @@ class _Search:
         self.progress(min(1.0, played / (self.local_seconds * RATE)) / time_share, best, bound)
 
     def _report_solver(self, share: float, best: float, bound: float) -> None:
-        self.progress((self.local_seconds + share * (self.seconds - self.local_seconds)) / self.seconds, best, bound)
+        self.progress((self.local_seconds + share * self.solver_seconds) / self.seconds, best, bound)
 
     def _best_candidate(self) -> Candidate:
         """Return the best candidate that fits, extended to the long step, and set `self.bound`."""

@@ -52,10 +52,8 @@ def draw_chart(plan: RunPlan, width_px: float | None, style: Style) -> Drawing:
     drawing = Drawing(width, 0.0, left, span, low_memory, high_memory, clock(0), unit)
     times = [seconds * time.per_second for seconds in map(seconds_of, rows)]
     low_time, high_time = min(times), max(times)
-    low_time, high_time = (
-        low_time - (high_time - low_time or low_time) * 0.08,
-        high_time + (high_time - low_time or high_time) * 0.08,
-    )
+    low_margin, high_margin = ((high_time - low_time or limit) * 0.08 for limit in (low_time, high_time))
+    low_time, high_time = low_time - low_margin, high_time + high_margin
 
     def x_of(amount: float) -> float:
         return left + (amount - low_memory) / (high_memory - low_memory) * span

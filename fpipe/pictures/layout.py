@@ -174,7 +174,6 @@ class _Painter:
         return drawing.left + (min(max(seconds, drawing.start), drawing.end) - drawing.start) * self.scale
 
     def x_and_width(self, start: float, end: float) -> tuple[float, float]:
-        """Return the left edge and width of a span of time."""
         return self.x_of(start), self.x_of(end) - self.x_of(start)
 
     def paint(self, y: float, max_peak: float) -> float:

@@ -76,9 +76,8 @@ class Panel:
     def last_end(self) -> float:
         """When all ops are over and all values delivered, in seconds."""
         last_arrival = max((transfer.end for transfer in self._all_transfers), default=0.0)
-        return max(
-            self.timeline.makespan, self.timeline.delivered, last_arrival, *(end for _, _, end in self.timeline.events)
-        )
+        op_ends = (event.end for event in self.timeline.events)
+        return max(self.timeline.makespan, self.timeline.delivered, last_arrival, *op_ends)
 
     @cached_property
     def end(self) -> float:
@@ -151,8 +150,8 @@ class Panel:
 
     def shade(self, op: Op) -> float:
         """Return how light an op is drawn, from 0 to 1."""
-        _, shades, rung = self.shading
-        return shades.get(rung(op) or 0, 0.0)
+        _, shades, number_of = self.shading
+        return shades.get(number_of(op) or 0, 0.0)
 
     @cached_property
     def _all_transfers(self) -> Sequence[Transfer]:
@@ -246,9 +245,9 @@ def awaited_op(wait: Wait) -> str:
     return f"for {wait.writer.cell} on rank {wait.source}"
 
 
-def _spread_shades(rungs: int) -> dict[int, float]:
+def _spread_shades(count: int) -> dict[int, float]:
     """Return shades by number, spread evenly over 0 to 1."""
-    return {rung: rung / max(1, rungs - 1) for rung in range(rungs)}
+    return {number: number / max(1, count - 1) for number in range(count)}
 
 
 def _stack_overlaps(events: Sequence[Event]) -> Iterator[tuple[Event, float, float]]:

@@ -118,18 +118,12 @@ class _Pen(NamedTuple):
         self.axes.add_collection(boxes, autolim=False)
 
     def write(self, text: Any, order: float) -> None:
-        self.axes.text(
-            text.x,
-            text.y,
-            text.text.replace("$", r"\$"),
-            color=_light_colour(text.paint),
-            fontsize=text.size * self.points,
-            ha={"start": "left", "middle": "center", "end": "right"}[text.anchor],
-            va="baseline",
-            weight="bold" if text.bold else "normal",
-            zorder=order,
-            transform=self.transform,
-        )
+        alignment = {"start": "left", "middle": "center", "end": "right"}[text.anchor]
+        font = {"fontsize": text.size * self.points, "weight": "bold" if text.bold else "normal"}
+        layout = {"ha": alignment, "va": "baseline", "zorder": order, "transform": self.transform}
+        # matplotlib reads what stands between dollars as a formula.
+        escaped_text = text.text.replace("$", r"\$")
+        self.axes.text(text.x, text.y, escaped_text, color=_light_colour(text.paint), **font, **layout)
 
 
 def _corners(rect: Rect) -> tuple[tuple[float, float], ...]:

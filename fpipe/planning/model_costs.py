@@ -86,11 +86,9 @@ class _SizesWithParams:
     sizes: Sizes
 
     def storages(self, value: Value) -> Storages:
-        """Return the storages of a value."""
         if value.name == "params":
             return {value._replace(at=""): self.sizes.size(value)}
         return self.sizes.storages(value)
 
     def size(self, value: Value) -> float:
-        """Return the bytes of a value when it travels."""
         return self.sizes.size(value)

@@ -144,7 +144,6 @@ class _Layers(NamedTuple):
     limit: float
 
     def cost_lists(self) -> list[Sequence[float]]:
-        """Return the lists of costs that this run pays."""
         return [self.forward] if self.run == "infer" else [self.forward, self.recomputed]
 
 

@@ -116,7 +116,6 @@ class _Planner:
     in_bytes: bool = False
 
     def plan(self) -> RunPlan:
-        """Try all ways, and return them, the best first."""
         is_complete = True
         try:
             self._try_all()
@@ -157,7 +156,7 @@ class _Planner:
         # A search counts as one step of progress, like a way that is only simulated.
         total = len(combinations) + len(searched_counts)
         for tried, (count, policy, name, gather) in enumerate(combinations):
-            self.progress(tried, total, self._best_so_far())
+            self.progress(tried, total, self._describe_best())
             try:
                 program = self.work.scheduled_program(self.candidates.named[name], self.machine.ranks, count, policy)
                 program = self.work.with_replicas(program, gather)
@@ -169,14 +168,13 @@ class _Planner:
         for tried, count in enumerate(searched_counts, len(combinations)):
             self.progress(tried, total, f"searching m={count}")
             self._search(count)
-        self.progress(total, total, self._best_so_far())
+        self.progress(total, total, self._describe_best())
 
-    def _best_so_far(self) -> str:
+    def _describe_best(self) -> str:
         best = min((row for row in self.rows if row.fits), key=lambda row: row.seconds_per_row, default=None)
         return "nothing fits yet" if best is None else f"best {best.name}: {best.makespan:.4g} s"
 
     def _add_row(self, name: str, policy: str, gather: str, program: Program, costs: Costs, source: str) -> None:
-        """Simulate a way to run, and add its time and the memory of each rank as a row."""
         # With replicas a step ends when the last gradient is summed over them, on whichever lane that runs.
         timeline = simulate(program, costs)
         self.in_bytes = costs.bytes is not None
