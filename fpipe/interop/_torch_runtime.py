@@ -183,9 +183,7 @@ def _local_params(model: Model, params: Any, local_stages: Sequence[int]) -> Seq
 
 
 def _common_device(modules: dict[int, TorchStageModule], device: Any) -> torch.device:
-    leaves = [
-        (stage_index, name, leaf) for stage_index, module in modules.items() for name, leaf in module.named_parameters()
-    ]
+    leaves = [(stage, name, leaf) for stage, module in modules.items() for name, leaf in module.named_parameters()]
     # Torch allocates the receive buffers of all stages of a process on one device.
     first_device = leaves[0][2].device if leaves else torch.device("cpu")
     common_device = first_device if device is None else torch.device(device)

@@ -49,10 +49,7 @@ def _op_record(op: Op) -> dict[str, Any]:
     if op.parts:
         return {"kind": op.kind, "parts": [_op_record(part) for part in op.parts]}
     indices = {"stage": op.stage, "microbatch": op.microbatch, "slice": op.slice}
-    fields: dict[str, Any] = {
-        "kind": op.kind,
-        **{name: number for name, number in indices.items() if number is not None},
-    }
+    fields: dict[str, Any] = {"kind": op.kind, **{name: i for name, i in indices.items() if i is not None}}
     fields |= {"reads": list(map(str, op.reads)), "writes": list(map(str, op.writes))}
     return fields | ({"how": {name: repr(value) for name, value in op.how}} if op.how else {})
 
@@ -69,7 +66,7 @@ def from_json(text: str) -> Program:
     True
     >>> from_json('{"format": "fpipe.program"}')
     Traceback (most recent call last):
-    fpipe.ops.ProgramError: this JSON is not a program: something in it has no 'inputs', as to_json writes it.
+    fpipe.ops.ProgramError: this JSON is not a program: something in it has no 'inputs'.
     """
     if not isinstance(text, str | bytes | bytearray):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"from_json takes the text that to_json made, found {type(text).__name__}.")

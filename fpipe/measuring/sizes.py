@@ -157,9 +157,7 @@ def sizes(
             if op.kind == "SEND":
                 message_bytes.update((value, sum(storages.values())) for value, storages in written_storages.items())
         memory_account.record_op(op.rank, written_storages.items(), instruction.dead)
-    byte_sizes = {
-        value: sum(storages.values()) for value, storages in storages_by_value.items() if value in program.writer
-    }
+    byte_sizes = {value: sum(memory.values()) for value, memory in storages_by_value.items() if value in program.writer}
     # 3. Bytes of messages. Values without leaves have 0; a transfer that casts sends fewer bytes than its value has.
     wire = dict.fromkeys(local_storages, 0)
     wire.update((value, sum(map(_bytes_on_wire, abstract.leaves))) for value, abstract in trees.items())

@@ -91,9 +91,7 @@ class ParamsAfterSteps:
         """Return the gradients of the last step and the optimizer's state after it, by their names in messages."""
         grads, opt = tree.leaves(result.grads[-1]), result.opt
         states: Any = tree.flatten(tuple(self.loop.params))[1].flatten_up_to(opt)  # pyright: ignore[reportArgumentType]
-        values = {
-            GRADIENT + name: grads[index] for index, (name, _) in self.param_by_leaf.items() if grads[index] is not None
-        }
+        values = {GRADIENT + name: grads[i] for i, (name, _) in self.param_by_leaf.items() if grads[i] is not None}
         return values | {
             f"{key} of {name}": x for index, (name, _) in self.param_by_leaf.items() for key, x in states[index].items()
         }
@@ -162,18 +160,12 @@ class ParamsAfterSteps:
         """
         loop, update = self.loop, self.loop.update
         # Up to the first step that moves anything: with a warm-up, the learning rates of the steps before it are 0.
-        step_count = next(
-            (number for number, rates in enumerate(loop.rates, 1) if rates["lr"] is None or rates["lr"] > 0), 0
-        )
-        if not step_count:
+        count = next((i for i, rates in enumerate(loop.rates, 1) if rates["lr"] is None or rates["lr"] > 0), 0)
+        if not count:
             return []
-        short_loop = replace(
-            loop, steps=loop.steps[:step_count], rates=loop.rates[:step_count], keys=loop.keys[:step_count]
-        )
-        subject, moved = (
-            f"{update.rule}{' with this clip' * (update.clip is not None)}",
-            self._movement(short_loop.run()),
-        )
+        short_loop = replace(loop, steps=loop.steps[:count], rates=loop.rates[:count], keys=loop.keys[:count])
+        subject = f"{update.rule}{' with this clip' * (update.clip is not None)}"
+        moved = self._movement(short_loop.run())
         if len(loop.steps) == 1 and self._has_movement(replace(short_loop, change=_resize_grads), moved):
             return [
                 f"One step of {subject} tells the signs of gradients and hardly their sizes: a loss that is scaled or "

@@ -118,11 +118,9 @@ def compare_grads(
         best = min((trial.judge(gradients, by_part=True) for trial in trials), key=_Judgement.sort_key)
     # 3. Report, or raise with the mistakes.
     if close:
-        wrong = [
-            (gradient, verdict) for gradient, verdict in best.judged if not close(gradient.actual, gradient.expected)
-        ]
+        wrong = [(grad, verdict) for grad, verdict in best.judged if not close(grad.actual, grad.expected)]
     else:
-        wrong = [(gradient, verdict) for gradient, verdict in best.judged if verdict.kind in ("mistake", "unknown")]
+        wrong = [(grad, verdict) for grad, verdict in best.judged if verdict.kind in ("mistake", "unknown")]
     report = best.report
     if wrong:
         raise GradientMismatch(_describe_mistakes(wrong, len(best.judged)), report)

@@ -183,9 +183,7 @@ def judge(gradients: Sequence[Gradient], weights: Sequence[float], reduction: Re
     total_norm = joint_norm(gradient.expected for gradient in gradients)
     equal_verdicts = [_verdict_if_equal(gradient, total_norm) for gradient in gradients]
     # A gradient that is equal to rounding is tried as well, unless it is sure: a small mistake may hide in it.
-    unexplained = {
-        index for index, gradient in enumerate(gradients) if equal_verdicts[index] is None or not is_sure(gradient)
-    }
+    unexplained = {i for i, gradient in enumerate(gradients) if equal_verdicts[i] is None or not is_sure(gradient)}
     patterns = [*_patterns([gradients[index] for index in unexplained], len(weights), reduction)]
     fits = {
         index: _fitting_mistakes(gradients[index], patterns, weights, equal_verdicts[index] is not None)
@@ -200,9 +198,7 @@ def judge(gradients: Sequence[Gradient], weights: Sequence[float], reduction: Re
     verdicts = dict(enumerate(equal_verdicts))
     # Greedy set cover: name the mistake that explains most of the gradients that are left, and repeat.
     while unexplained and candidates:
-        explained = {
-            mistake: {index for index in unexplained if _explains(mistake, fits[index])} for mistake in candidates
-        }
+        explained = {mistake: {i for i in unexplained if _explains(mistake, fits[i])} for mistake in candidates}
         best = max(candidates, key=lambda mistake: (len(explained[mistake]), mistake.is_plain, mistake.scale == 1.0))
         verdicts |= {index: Verdict("mistake", str(best), best) for index in explained[best]}
         unexplained -= explained[best]

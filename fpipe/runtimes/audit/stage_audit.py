@@ -77,10 +77,8 @@ class StageAudit:
         self.model, self.trees = prepared.model, lowered.trees
         self.context = replace(prepared.context, key=inputs.key, watch_saved=False)
         # `op[1:4]` are stage, microbatch and slice: these are the ops of one cell, in all their kinds.
-        stage_instructions = [
-            i for i in lowered.instructions if i.ops[0][1:4] == forward[1:4] and i.ops[0].kind in "FBIW"
-        ]
-        self.instructions: dict[Op, Instruction] = {i.ops[0]: i for i in stage_instructions}
+        instructions = [i for i in lowered.instructions if i.ops[0][1:4] == forward[1:4] and i.ops[0].kind in "FBIW"]
+        self.instructions: dict[Op, Instruction] = {i.ops[0]: i for i in instructions}
         self.value_by_slot = {slot: name for name, slot in lowered.slots.items()}
         is_donated, reads = prepared.options.donate, {value for op in self.instructions for value in op.reads}
         # Begin with the arguments of the step; other values are added as they are read. Donated ones are overwritten.
@@ -160,15 +158,13 @@ class StageAudit:
             forward_residuals if value.name == "res" else self._definition_operand(value) for value in backward.reads
         ]
         gradients = RULES["B"](backward._replace(kind="B", writes=tuple(writes)), operands, self.context)
-        gradient_by_value = dict(zip(writes, gradients, strict=True))
+        grad_by_value = dict(zip(writes, gradients, strict=True))
         for instruction in (self.instructions[op] for op in {backward: None, weight: None}):
             # An ADD may be fused into the op that computes its gradient: add what the sum was before.
             for addition in instruction.ops[1:]:
-                addends = [self.read_leaves[addition.reads[0]], gradient_by_value.pop(addition.reads[1])]
+                addends = [self.read_leaves[addition.reads[0]], grad_by_value.pop(addition.reads[1])]
                 written_leaves[addition.writes[0]] = sum_gradients(addends)
-        return written_leaves | {
-            value: leaves for value, leaves in gradient_by_value.items() if value in self.written_leaves
-        }
+        return written_leaves | {value: grad for value, grad in grad_by_value.items() if value in self.written_leaves}
 
     def _definition_operand(self, value: Value) -> Any:
         """Return a value as an operand of the definition, whose leaves want gradients as in the step."""

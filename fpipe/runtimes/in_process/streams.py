@@ -77,13 +77,11 @@ class Channel:
             for stream in self._streams:
                 stream.wait_event(computed_event)
                 stack.enter_context(stream)
-            copied_leaves = [
-                move_tensor(leaf, self.sender.device, self.receiver.device, is_queued=True) for leaf in leaves
-            ]
+            copies = [move_tensor(leaf, self.sender.device, self.receiver.device, is_queued=True) for leaf in leaves]
         _record_stream(leaves, self.sender.device, self._streams[0])
         # The sender's memory is free once the copy, recorded above, has read it.
         leaves.clear()
-        return copied_leaves, self._streams[-1].record_event()
+        return copies, self._streams[-1].record_event()
 
     def receive(self, leaves: Leaves, sent_event: Any) -> Leaves:
         """Return the leaves, for the receiver's stream to read after the event; called on the receiver's thread."""

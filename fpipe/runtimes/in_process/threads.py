@@ -220,14 +220,12 @@ class HandOver:
 def _wait_rows_of_sends(ops: Sequence[Op], row_by_send: Mapping[Value, int]) -> dict[Value, int]:
     """Return for each sent value the row behind which a rank may wait for it without a deadlock."""
     # That is the last row from which the sender itself receives before it sends: the sender waits for no later one.
-    wait_row_by_value, last_awaited_row = dict[Value, int](), dict[int, int]()
+    wait_row_by_value, last_row = dict[Value, int](), dict[int, int]()
     for op in ops:
         if op.kind == "RECV":
-            last_awaited_row[op.rank] = max(
-                last_awaited_row.get(op.rank, -1), *(row_by_send[value] for value in op.reads)
-            )
+            last_row[op.rank] = max(last_row.get(op.rank, -1), *(row_by_send[value] for value in op.reads))
         if op.kind == "SEND":
-            wait_row_by_value |= dict.fromkeys(op.writes, last_awaited_row.get(op.rank, -1))
+            wait_row_by_value |= dict.fromkeys(op.writes, last_row.get(op.rank, -1))
     return wait_row_by_value
 
 

@@ -258,9 +258,7 @@ def _fill_buffers(leaves: Iterable[PlacedLeaf]) -> list[Buffer]:
         # Each leaf starts at an aligned element, as a tensor of its own would.
         end = -(-(start + leaf.largest_count) // alignment) * alignment
         buffers[-1] = [*leaves_in_buffer, leaf._replace(start=start)], end
-    return [
-        Buffer(*kind, leaves, size) for kind, buffers in buffers_by_kind.items() for leaves, size in buffers if size
-    ]
+    return [Buffer(*key, leaves, size) for key, buffers in buffers_by_kind.items() for leaves, size in buffers if size]
 
 
 def _element_count(aval: Aval) -> int:

@@ -140,9 +140,7 @@ class ExchangeLane:
                 continue
             op = self._as_launch(STARTS[node.op]) if is_collective(node.op) else node.op
             nodes.append(Node(node.name, op, args, node.kwargs))
-        writes = {
-            label: tuple(replacement.get(leaf, leaf) for leaf in leaves) for label, leaves in graph.writes.items()
-        }
+        writes = {label: tuple(replacement.get(x, x) for x in leaves) for label, leaves in graph.writes.items()}
         return replace(graph, nodes=tuple(nodes), writes=writes)
 
     def _as_launch(self, start_collective: Callable[..., StartedCollective]) -> Callable[..., Tensor]:

@@ -91,9 +91,7 @@ def merge_notes(
         held_by_rank: list[Any] = [None] * group.size()
         dist.all_gather_object(held_by_rank, recorder.count_bytes(notes), group=group)
         # Each rank knows its own memory only: take rank r's changes and peak from rank r.
-        changes = [
-            change for owner, memory in enumerate(held_by_rank) for change in memory.changes if change[1] == owner
-        ]
+        changes = [change for r, memory in enumerate(held_by_rank) for change in memory.changes if change[1] == r]
         recorder.held = HeldBytes(tuple(memory.peak[owner] for owner, memory in enumerate(held_by_rank)), changes)
     start_by_rank = [notes.step_start - seconds_ahead if owner == rank else 0.0 for owner in range(group.size())]
     # The times of a row are 0 on all ranks but the one that ran it, so a sum has them all.

@@ -77,9 +77,7 @@ class GlooConnections:
         Messages to higher and to lower ranks have separate connections. A backend other than gloo carries both itself.
         """
         backend = backend_on(group, torch.device("cpu"))
-        name_by_direction = {
-            direction: "up" if direction[0] < direction[1] else "down" for direction in sorted(directions)
-        }
+        name_by_direction = {pair: "up" if pair[0] < pair[1] else "down" for pair in sorted(directions)}
         is_gloo = backend.name() == "gloo"
         for group_name in sorted({*name_by_direction.values()} - {*self.backend_by_name}) if is_gloo else ():
             self.backend_by_name[group_name] = create_gloo(
