@@ -38,7 +38,7 @@ def scheduled_kinds() -> frozenset[str]:
 
 
 def fixed_kinds(program: Program) -> frozenset[str]:
-    """Return the kinds whose order a rewrite has to keep: F, B, I, W, and those that a table placed against their data.
+    """Return the kinds whose order a rewrite has to keep: F, B, I, W, and kinds that a table placed against their data.
 
     Ops of other kinds stand where their data put them, and are placed anew after each rewrite.
     """

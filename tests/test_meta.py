@@ -186,7 +186,9 @@ def test_parametrized_modules_get_first_values_from_init():
     with torch.device("meta"):
         model, _, _ = fpipe.from_sequential(nn.Sequential(norm(nn.Linear(8, 8))), 1)
     program = fpipe.program(model)
-    with pytest.raises(ValueError, match=r"original0' is on meta.*to a ParametrizationList, which.*\(\)\. Fill it by init="):
+    with pytest.raises(
+        ValueError, match=r"original0' is on meta.*to a ParametrizationList, which.*\(\)\. Fill it by init="
+    ):
         fpipe.init_params(model, program, rank=0)
     values = fpipe.init_params(
         model, program, rank=0, init=lambda name, tensor: False if name == "0.bias" else tensor.normal_()

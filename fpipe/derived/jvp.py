@@ -139,14 +139,14 @@ class _FloatFunction:
         return floats, other_tensors
 
     def split(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """Split what there is per tensor into that of primals, of floats without a tangent, and of tangents."""
+        """Split a list with one member per tensor into primals, floats without a tangent, and tangents."""
         dual_count, float_count = len(self.duals), len(self.duals) + len(self.floats)
         return tuple(tensors[:dual_count]), tuple(tensors[dual_count:float_count]), tuple(tensors[float_count:])
 
     def gradients(
         self, indices: Sequence[int], floats: Sequence[Tensor], cotangents: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of the floats at these indices; the other floats are constants."""
+        """Return the gradients of the floats at these indices; all remaining floats are constants."""
 
         def call_with(*differentiated: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             all_floats = [*floats]

@@ -237,7 +237,7 @@ class Climber:
         return rank, row
 
     def _inspect(self, order: PlayedOrder) -> None:
-        """Note what the changes of an order start from: the blocks of its critical path, and the starts of its ops."""
+        """Note the blocks of the critical path and the starts of all ops, from which changes of an order begin."""
         ends, seconds = order.played.ends, self.tasks.seconds
         self.inspected = order
         self.starts_by_rank = [[ends[op] - seconds[op] for op in rank_ops] for rank_ops in order.ops_by_rank]

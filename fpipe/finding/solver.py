@@ -125,7 +125,7 @@ class _OrderModel:
         return latest_end + math.ceil(sum(seconds for seconds, is_exchange in lanes if is_exchange) / unit)
 
     def _wait_for_data(self) -> None:
-        """Let each op start when what it reads has arrived."""
+        """Let each op start when its inputs have arrived."""
         self.arrivals = [[(source, self._whole_ticks(delay)) for source, delay in needs] for needs in self.tasks.needs]
         for op, arrivals in enumerate(self.arrivals):
             for source, delay in arrivals:
@@ -164,7 +164,7 @@ class _OrderModel:
         return interval
 
     def _limit_residuals(self, residuals: Sequence[tuple[int, int, float]], limit: float) -> None:
-        """Let the residuals that a rank holds at once fit its limit, without those of exchanges."""
+        """Keep the residuals that a rank holds at once below its limit; exchanges do not count."""
         residuals = [
             (maker, dropper, size)
             for maker, dropper, size in residuals

@@ -1,4 +1,4 @@
-"""The names and settings of the rules that an UPDATE may have: those of torch.optim, and registered ones.
+"""The names and settings of the rules of an UPDATE, from torch.optim or registered.
 
 Here, and not beside the rules, since a program is written without torch.
 """

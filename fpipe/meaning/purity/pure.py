@@ -72,7 +72,7 @@ def pure(function: Any, label: str, args: Any = (), *, tracing: bool = False) ->
 
 
 class _StorageRecord:
-    """The storages of a module's tensors and of a call's arguments, as they were before the call.
+    """The storages of a module's tensors and of a call's arguments before the call.
 
     Assigning `tensor.data` gives a tensor another storage without any op that a dispatch mode would see, so the
     storages are compared after the call.

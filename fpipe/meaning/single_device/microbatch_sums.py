@@ -109,7 +109,7 @@ Sums = list[list["Tensor | None"]]
 
 
 class SliceResult(NamedTuple):
-    """What the forward of a slice, or of a whole microbatch, gives to the result of the batch.
+    """The contribution of the forward of a slice, or of a microbatch, to the result of the batch.
 
     Attributes:
         loss: its loss.
@@ -128,7 +128,7 @@ class SliceResult(NamedTuple):
 
 @dataclass(frozen=True)
 class MicrobatchRunner:
-    """The forward and the backward of a microbatch, with the options of `sum_over_microbatches` for all of them."""
+    """The forward and the backward of microbatches under the options of `sum_over_microbatches`."""
 
     model: Model
     params: Sequence[Any]
@@ -182,7 +182,7 @@ class MicrobatchRunner:
         return graphs, results, join(outputs, [result.weight for result in results], Chunk(self.slicing.dim))
 
     def backward(self, inputs: Any, graphs: list[MicrobatchGraph], sums: list[Sums]) -> list[Any]:
-        """Add the gradients of a microbatch to the last of the sums, and return those of its inputs.
+        """Add the gradients of a microbatch to the newest sums, and return its input gradients.
 
         It goes from the last slice to the first, and removes the graphs from the list.
         """

@@ -253,7 +253,7 @@ def _is_in_state_dict(module: Any, key: str) -> bool:
 def _full_tensors(
     named_tensors: Sequence[NamedTensor], group_rank: GroupRank, is_first: bool
 ) -> Iterator[tuple[NamedTensor, Tensor]]:
-    """Yield the tensors on rank 0 of the first replica; send those of this rank elsewhere."""
+    """Yield all tensors on rank 0 of the first replica; on every further rank send the local ones."""
     # They come one at a time, so that rank 0 holds at most one tensor besides its own.
     for named_tensor in named_tensors:
         leaf: Any = None

@@ -143,7 +143,7 @@ def _run_and_compare(
 
 
 def _live_modules(prepared: PreparedStep) -> set[nn.Module]:
-    """Return the modules that only stages without a trace run: they run as they are now."""
+    """Return the modules that only stages without a trace run, which follow their present Python."""
     live, traced = set[nn.Module](), set[nn.Module]()
     for stage_index, stage in enumerate(prepared.model.stages):
         modules = live if stage_index in prepared.untraced.stages else traced

@@ -72,7 +72,7 @@ def describe_inputs(program: Program, trees: Mapping[Value, AbstractTree]) -> li
 def claims_of_stages(
     model: Model, lowered: Lowered, device: torch.device, input_lines: Sequence[str], replica: int = 0
 ) -> dict[str, Sequence[str]]:
-    """State each stage and the loss as they were traced, and the tensors that their code holds on to."""
+    """State the traces of all stages and of the loss, and the tensors that their code holds on to."""
     # A name ends with the circumstances of a trace: other hardware may trace to other ops, and so may replicas with
     # other numbers of rows, or in stages that ask for the microbatch's index.
     circumstances = [_hardware(device), *input_lines]

@@ -142,7 +142,7 @@ _TRACE_LOCK = threading.RLock()
 def _prepare_first_step(
     run_reference: Callable[[], Result], prepare: Callable[[UntracedStages], PreparedStep], has_only_graphs: bool
 ) -> tuple[Result | None, PreparedStep | None]:
-    """Lower a first step, and run it by the definition first if its stages are new; None for what is not done."""
+    """Lower a first step, after a run by the definition if its stages are new; None for a part that is skipped."""
     # If all stages are graphs, or traced before, no Python of a user runs that could be wrong, or fill a cache.
     with suppress(Untraceable):
         return None, prepare(UntracedStages(existing_traces_only=not has_only_graphs))

@@ -292,7 +292,7 @@ def _requiring_grad(expected: Any, leaf: Any) -> Any:
 def _conform(
     op: Op, value: Value, expected: AbstractTree, result: Any, any_shape: bool, is_partial: bool, model: Model
 ) -> Leaves:
-    """Return the leaves of a value in the strides that its readers expect; if `any_shape`, as they are."""
+    """Return the leaves of a value in the strides that its readers expect; if `any_shape`, unchanged."""
     leaves, spec = ([*result], None) if expected.spec is None else tree.flatten(result)
     pairs = zip(expected.leaves, leaves, strict=True)
     if spec == expected.spec and all(_matches(expected_leaf, leaf, any_shape) for expected_leaf, leaf in pairs):

@@ -180,7 +180,7 @@ def build_rank_step(
 
 @dataclass
 class _RankSteps:
-    """The steps of one rank: a lowered one for each signature, and what they share.
+    """The steps of one rank: a lowered one for each signature, and their common state.
 
     Attributes:
         program, model: with the transfers of the program, and the exchanges of the model.
@@ -242,7 +242,7 @@ class _RankSteps:
         return prepared
 
     def agree(self, sync_point: str, input_name: str, prepared: RankStep, key: Keys, more_claims: Claims) -> None:
-        """Compare the signature of a step with the other ranks of the pipeline, and compile it."""
+        """Compare the signature of a step between the ranks of the pipeline, and compile the step."""
         # In this order, since an error names the first claim that differs.
         claims: dict[str, str | Sequence[str]] = {input_name: prepared.input_lines, **more_claims, "key": str(key)}
         claims |= {**prepared.stage_claims, "messages": prepared.message_lines}
@@ -297,7 +297,7 @@ class _RankSteps:
         is_new: bool,
         batch_claims: Mapping[str, str] | None,
     ) -> None:
-        """Compare with the other ranks what is new in a step; `batch_claims` are None where batches are not compared.
+        """Compare the new facts of a step between ranks; `batch_claims` are None where batches are not compared.
 
         At the first step come the exchanges and the replicas, in this order.
         """
