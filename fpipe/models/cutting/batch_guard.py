@@ -109,7 +109,7 @@ class BatchGuard:
                 other_size, other_path = size_and_path[min(expr.free_symbols, key=str)]
                 raise ValueError(
                     f"{path} has {size} rows, expected {expected} to go with the {other_size} of {other_path}, as in "
-                    f"x + y. Cut both alike, or call {self.door} on an example with rows like these."
+                    f"x + y. Cut both alike, or call {self.door} on such an example."
                 )
         # 3) The guards must hold. A guard with symbols of the other half of the batch is checked there.
         for guard in self.guards:
