@@ -134,5 +134,5 @@ def diverse_starts(pool: Sequence[Contender]) -> list[Contender]:
 
 
 def cost_of_change(contender: Contender) -> float:
-    """Estimate the cost of trying one change of an order, in ops played."""
+    """Return about how many ops could be played in the time of one change."""
     return len(contender.tasks.ops) * contender.tasks.lanes_per_rank + OVERHEAD_OF_A_CHANGE

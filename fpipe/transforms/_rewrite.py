@@ -153,14 +153,14 @@ def place_by_data_of(
 
 
 def extended_sources(program: Program, inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources] | None:
-    """Return the sources of `ops` if they are the program's own ops followed by new ones, else None.
+    """Return the sources of `ops` where they begin with all ops of the program, else None.
 
-    Finding the writer of every read is a quarter of the work of a rewrite. Most rewrites only append ops or change
-    their ranks, and then the positions that the program already knows still hold.
+    A quarter of a rewrite's time goes into the search for the writer of each read. A rewrite that only appends ops, or
+    gives them other ranks, leaves the known positions as they are.
     """
     old_ops = program.ops
-    # Identity, not equality: a rewrite that leaves an op's reads alone passes the same tuple on, and to compare a
-    # million tuples value by value would cost what this saves.
+    # Unchanged reads and writes are the very tuples of the old op, so `is` suffices; comparing a million tuples value
+    # by value would take as long as the search.
     for tuple_field in (itemgetter(5), itemgetter(6)):
         if len(ops) < len(old_ops) or not all(map(is_, map(tuple_field, old_ops), map(tuple_field, ops))):
             return None

@@ -108,23 +108,23 @@ def create_directed_groups(
     device: torch.device,
     timeout: timedelta,
 ) -> dict[Direction, DirectedGroup]:
-    """Create a two-rank process group for each (sender, receiver) that this rank takes part in.
+    """Connect this rank with its peers: a process group of two for every direction in which they exchange messages.
 
-    NCCL runs the messages of one communicator in the order in which they were queued. If two directions shared one, a
-    late message would block an unrelated one behind it; a communicator a direction cannot.
+    A communicator of NCCL is a queue, so a message that waits holds up everything that was queued after it. With a
+    queue for each direction it holds up only messages of one sender to one receiver, which come in order anyway.
     """
     backend_class = type(backend_on(group, device))
     group_by_direction: dict[Direction, DirectedGroup] = {}
-    # Creating a group blocks until the peer joins. Every rank walks the directions in ascending order, so both ranks
-    # of the smallest direction that is still missing are waiting for it: the creation cannot deadlock.
+    # Both ranks of a direction meet in its creation, which blocks. All ranks take the directions in one order, sorted,
+    # so the first direction that is not there yet always has both of its ranks, and no circle of waiting ranks forms.
     for sender, receiver in sorted(directions):
         if rank not in (sender, receiver):
             continue
         is_receiver = rank == receiver
-        peer = 0 if is_receiver else 1  # ranks inside the group: the sender is 0, the receiver 1
+        peer = 0 if is_receiver else 1  # in its group the sender has rank 0 and the receiver rank 1
         pair_store = PrefixStore(f"direction/{sender}>{receiver}", store)
         pair_group = create_pair_group(backend_class, pair_store, int(is_receiver), timeout)
-        # Backends create their communicator at the first transfer. Pay for it here, not inside the first step.
+        # The first transfer makes the backend set its communicator up, which takes time that no step should pay.
         probe = torch.zeros(1, dtype=torch.uint8, device=device)
         (pair_group.recv if is_receiver else pair_group.send)([probe], peer, 0).wait()
         group_by_direction[sender, receiver] = DirectedGroup(pair_group, peer)
