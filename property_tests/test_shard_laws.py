@@ -7,12 +7,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fpipe
 from fpipe.program import parts_of
+from fpipe.wording import StateOrderError
 from property_tests.strategies import max_examples
 from tests.processes import Processes
 from tests.test_data_parallel import meshed
@@ -112,7 +113,10 @@ def test_replicas_with_shards_have_the_gradients_of_plain_autograd(
     model, params, *state = MODELS[name]()
     rows = 49 if name == "counting" else 48  # replicas may have other rows where they are counted
     replications = [fpipe.shard(**options), *[fpipe.data_parallel("replicate")] * isinstance(replicas, tuple)]
-    program = fpipe.chain(chain, *replications[:: -1 if across_first else 1])(fpipe.program(model))
+    try:
+        program = fpipe.chain(chain, *replications[:: -1 if across_first else 1])(fpipe.program(model))
+    except StateOrderError:  # a schedule of two directions, and a stage that keeps state
+        reject()
     state_options = {"state": state[0]} if state else {}
     batch = torch.randn(rows, 4), torch.randn(rows)
     assert fpipe.verify(program, model, params, batch, replicas=replicas, **state_options).bitwise

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, event, given, seed, settings
+from hypothesis import Phase, event, given, reject, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +18,7 @@ import fpipe
 from fpipe import tree
 from fpipe.program import Program
 from fpipe.schedules.registry import about
+from fpipe.wording import StateOrderError
 from property_tests.bits import bits
 from property_tests.chains import Chain, chains
 from property_tests.strategies import max_examples
@@ -53,7 +54,10 @@ class Run:
     def program(self, model: fpipe.Model) -> Program:
         aux = {"rows": fpipe.Sum(), "size": None}
         merge = fpipe.merge(outputs="stream", aux="stream") if self.stream else fpipe.merge(aux=aux)
-        return self.chain(self.cut.split(fpipe.program(model, input_grads=self.input_grads)), merge)
+        try:
+            return self.chain(self.cut.split(fpipe.program(model, input_grads=self.input_grads)), merge)
+        except StateOrderError:  # such an order is refused to a stage that keeps state
+            reject()
 
     @property
     def built(self) -> tuple[fpipe.Model, Any, Any]:
