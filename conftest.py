@@ -29,8 +29,7 @@ logging.getLogger("torch.__trace").propagate = True
 # A shell starts what runs in its background with Ctrl-C ignored; tests send it, to processes that they start too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# `ci` must say the same on a slow machine as on a fast one, so nothing in it depends on time or on chance:
-# Hypothesis takes its seed from the source of a test, so a new name draws other cases, of which a filter drops others.
+# `ci` must say the same on a slow machine as on a fast one, so nothing in it depends on time or on chance.
 settings.register_profile(
     "ci",
     derandomize=True,
@@ -38,7 +37,7 @@ settings.register_profile(
     deadline=None,
     print_blob=True,
     max_examples=15,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    suppress_health_check=[HealthCheck.too_slow],
 )
 # `make deep`
 settings.register_profile(
@@ -46,7 +45,7 @@ settings.register_profile(
     deadline=None,
     print_blob=True,
     max_examples=2000,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, seed
 
 import fpipe
 from property_tests import test_whole_laws as whole_laws
@@ -29,6 +29,8 @@ def runs_on_two_ranks(run: whole_laws.Run) -> bool:
 
 
 @max_examples(4)
+# Hypothesis takes the seed from the source, so a new name draws others: here its filter drops not too many.
+@seed(1)
 @given(run=whole_laws.runs().filter(runs_on_two_ranks))
 def test_two_processes_give_the_bits_of_one(pair: Processes, run: whole_laws.Run):
     """With skips, ties, None and integers as values, norms' state, dropout, and offloaded residuals."""

@@ -56,8 +56,10 @@ class Run:
         merge = fpipe.merge(outputs="stream", aux="stream") if self.stream else fpipe.merge(aux=aux)
         try:
             return self.chain(self.cut.split(fpipe.program(model, input_grads=self.input_grads)), merge)
-        except StateOrderError:  # such an order is refused to a stage that keeps state
-            reject()
+        except StateOrderError:
+            if not self.recipe.remembers:
+                raise
+            reject()  # an order that a stage with state cannot run in
 
     @property
     def built(self) -> tuple[fpipe.Model, Any, Any]:

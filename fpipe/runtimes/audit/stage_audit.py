@@ -214,10 +214,10 @@ def _same_bits(actual: Tensor, defined: Tensor) -> bool:
 def _largest_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference; huge where only one of two numbers is finite, or two infinities differ."""
     actual, expected = to_dense(actual.detach()), to_dense(expected.detach())
-    same = actual == expected
+    is_equal = actual == expected
     if _has_numbers(actual):
-        same |= actual.isnan() & expected.isnan()
-    return largest_difference(torch.where(same, 0, actual), torch.where(same, 0, expected))
+        is_equal |= actual.isnan() & expected.isnan()
+    return largest_difference(torch.where(is_equal, 0, actual), torch.where(is_equal, 0, expected))
 
 
 def _largest_magnitude(tensor: Tensor) -> float:
