@@ -42,7 +42,7 @@ RATE = 7_500_000
 
 
 def search(
-    what: Program | Model | int,
+    program: Program | Model | int,
     costs: Costs | None = None,
     *,
     ranks: int,
@@ -67,10 +67,10 @@ def search(
     too; each rank runs them on a lane next to its work.
 
     Args:
-        what: a program that is split, or a `Model` or a number of stages and `microbatches`.
+        program: a program that is split, or a `Model` or a number of stages and `microbatches`.
         costs: seconds of each stage's ops; by default one for each F, I and W.
         ranks: the number of ranks.
-        microbatches: their number, if `what` is not a program.
+        microbatches: their number, if `program` has none yet.
         placement: "linear", "looped", "v" (waves, with more than two stages a rank), or the rank of
             each stage. "any" tries all of them, others near the best, and those of named schedules (with two
             replicas, too).
@@ -116,7 +116,7 @@ def search(
     makespan 138, span 138, bubble 13.0%, peak per rank [1.5, 1.5]
     makespan 138: none of these ops on these ranks takes less than 131, this is 5.3% above
     """
-    base = _program_to_order(what, microbatches)
+    base = _program_to_order(program, microbatches)
     costs = checked_costs(costs, base)
     # Ask for the cost of every op now: a missing cost is an error here, not in the middle of the search.
     for op in base.ops:
@@ -175,14 +175,14 @@ def search_for(
     return _Search(base, searched, bases, problem, seconds, by_solver, progress).run()
 
 
-def _program_to_order(what: Program | Model | int, microbatches: int | None) -> Program:
-    if not isinstance(what, Program):
-        return chain(split(check_whole_number("microbatches", microbatches)), merge())(base_program(what))
+def _program_to_order(program: Program | Model | int, microbatches: int | None) -> Program:
+    if not isinstance(program, Program):
+        return chain(split(check_whole_number("microbatches", microbatches)), merge())(base_program(program))
     if microbatches is not None:
         raise ValueError("a program is split already; leave microbatches= out.")
-    if what.slices > 1:
+    if program.slices > 1:
         raise ProgramError("search orders whole microbatches; for slices of a sequence use fpipe.schedules.seq1f1b.")
-    return what
+    return program
 
 
 def _number(name: str, value: object) -> float:

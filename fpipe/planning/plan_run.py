@@ -31,7 +31,7 @@ REPLICATED = ("chimera", "dualpipe")
 
 
 def plan_run(
-    what: Model | CostsOfParts | Mapping[float, CostsOfParts],
+    workload: Model | CostsOfParts | Mapping[float, CostsOfParts],
     machine: Machine,
     candidates: Candidates,
     *,
@@ -45,8 +45,9 @@ def plan_run(
     """Try every schedule, number of microbatches and checkpoint policy, for the time and memory of a step.
 
     Args:
-        what: a `Model`, which is profiled here, or costs of one microbatch: of a whole rank, as for `fpipe.compare`, or
-            with `stages` of one stage's op. `{rows: costs}` says them for microbatches of several sizes.
+        workload: a `Model`, which is profiled here, or costs of one microbatch: of a whole rank, as for
+            `fpipe.compare`, or with `stages` of one stage's op. `{rows: costs}` says them for microbatches of several
+            sizes.
         machine: the ranks, their memory and links, and how many replicas there are.
         candidates: numbers of microbatches, schedules and policies that are tried.
         example: of a model, `(params, batch)` or `(params, batch, state)`, as its step takes them. Its programs give
@@ -57,7 +58,7 @@ def plan_run(
         profiled: the numbers of microbatches at which a model is measured, by default all; costs of others are
             interpolated between the nearest two.
         repeats: how often each op is timed.
-        progress: called as `progress(done, all, what)`.
+        progress: called as `progress(done, total, subject)`.
 
     Returns:
         A `RunPlan`; after Ctrl-C with the rows so far, if one of them fits.
@@ -77,25 +78,27 @@ def plan_run(
     """
     for value, kind in ((machine, Machine), (candidates, Candidates)):
         if not isinstance(value, kind):
-            raise TypeError(f"plan_run(what, machine, candidates) takes an fpipe.{kind.__name__}; found {value!r:.80}.")
+            raise TypeError(
+                f"plan_run(workload, machine, candidates) takes an fpipe.{kind.__name__}; found {value!r:.80}."
+            )
     check_shard_policies(machine, candidates)
-    # With example=, or if it looks like a net, `what` must be a Model: say so, rather than that it is no costs.
+    # With example=, or if it looks like a net, `workload` must be a Model: say so, rather than that it is no costs.
     report = progress or _report_nothing
-    if not isinstance(what, Costs | Mapping) and (example is not None or hasattr(what, "state_dict")):
-        what = require_model(what, "example= goes with a Model;")
-    if isinstance(what, Model):
+    if not isinstance(workload, Costs | Mapping) and (example is not None or hasattr(workload, "state_dict")):
+        workload = require_model(workload, "example= goes with a Model;")
+    if isinstance(workload, Model):
         if example is None or len(example) not in (2, 3) or rows is not None or stages is not None:
             raise ValueError("a model needs example=(params, batch), and takes no rows= or stages=.")
         # Imported here since it needs torch, which a plan from given costs does without.
         from fpipe.planning.model_costs import MeasuredModel
 
         params, batch, *state = example
-        measured = MeasuredModel(what, params, batch, state[0] if state else None, machine.flops)
+        measured = MeasuredModel(workload, params, batch, state[0] if state else None, machine.flops)
         work = work_of_model(measured, machine, candidates, profiled, repeats, report)
     else:
         if any(option is not None for option in (example, profiled, machine.flops)):
             raise ValueError("example=, profiled= and flops= go with a Model; costs are given, not measured.")
-        work = work_of_costs(what, machine, candidates, rows, stages)
+        work = work_of_costs(workload, machine, candidates, rows, stages)
     return _Planner(work, machine, candidates, report).plan()
 
 
