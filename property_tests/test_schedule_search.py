@@ -32,7 +32,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "microbatches": draw(st.integers(1, 7)),
         "costs": fpipe.Costs(draw(stage_costs), draw(stage_costs), draw(stage_costs), transfer=draw(seconds)),
         "cap": draw(st.sampled_from([1, 1.5, 2, 2.5, 3, 5, 20])),
-        "kept": draw(st.sampled_from([1.0, 0.5, 0.0])),
+        "wres_share": draw(st.sampled_from([1.0, 0.5, 0.0])),
     }
 
 
@@ -41,11 +41,11 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_searched_order_is_legal_complete_and_under_the_cap(case: dict[str, Any]):
     ranks, costs, cap = case["ranks"], case["costs"], case["cap"]
     schedule = fpipe.schedules.zb_auto if case["chunks"] == 1 else fpipe.schedules.zbv
-    order = schedule(ranks, costs=costs, memory_cap=cap, kept=case["kept"])
+    order = schedule(ranks, costs=costs, memory_cap=cap, wres_share=case["wres_share"])
     base = fpipe.program(ranks * case["chunks"])
     program = fpipe.chain(fpipe.split(case["microbatches"]), order, fpipe.merge())(base)
     fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
-    if case["kept"] == 1:
+    if case["wres_share"] == 1:
         assert max(fpipe.simulate(program, costs).peak) <= cap + 1e-6
 
 

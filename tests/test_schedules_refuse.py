@@ -92,8 +92,8 @@ S.zb_auto(2, objective="time")
     ValueError: objective is 'makespan' or 'span', found 'time'.
 S.v_half(2, costs={"F": 1})
     TypeError: costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found dict
-S.v_min(2, kept=2)
-    ValueError: kept is the share that W needs after I, from 0 to 1; found 2.
+S.v_min(2, wres_share=2)
+    ValueError: wres_share is the share that W needs after I, from 0 to 1; found 2.
 apply(S.from_table("0F0,0B0\n1F0,1Bx"), 2, 1)
     ProgramError: line 2, column 2: '1Bx' is not a cell: it does not
 apply(S.from_table("0F0,0B0\n1F0"), 2, 1)

@@ -61,7 +61,7 @@ def test_bubbles_are_at_most_those_of_table_5(row: dict[str, Any], name: str):
     """The paper holds M_B until I and M_W until W, k p M_B in all."""
     hidden, heads, sequence = row["hidden"], row["heads"], row["seq"]
     w_share = 32 * hidden / (34 * hidden + 5 * heads * sequence)
-    result = timeline("zb_auto", row, int(name[3]) * row["p"], kept=w_share)
+    result = timeline("zb_auto", row, int(name[3]) * row["p"], wres_share=w_share)
     assert result.bubble_span <= row["expected"][name] + 0.0015
 
 

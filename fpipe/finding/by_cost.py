@@ -30,8 +30,8 @@ def order_by_cost(program: Program, request: SearchRequest) -> Program:
     placed = place(request.placement)(split_backward()(program) if request.split_backward else program)
     costs, cap = _in_ticks(placed, request.costs), request.memory_cap
     # Peaks in microbatches count residuals until their W. Only in bytes can an I free a part of them.
-    if request.kept_share < 1:
-        sizes = {"res": BYTES_OF_RESIDUALS, "wres": request.kept_share * BYTES_OF_RESIDUALS}
+    if request.wres_share < 1:
+        sizes = {"res": BYTES_OF_RESIDUALS, "wres": request.wres_share * BYTES_OF_RESIDUALS}
         costs, cap = replace(costs, bytes=NamedBytes(sizes)), cap * BYTES_OF_RESIDUALS * program.stages / request.ranks
     problem = SearchProblem(
         request.ranks,

@@ -64,16 +64,16 @@ def longest_held(block: BlockTicks) -> int:
 
 
 def fill_gaps_with_weights(
-    rows: Sequence[Sequence[Key]], placement: Sequence[int], room: float, kept_share: float = 1.0
+    rows: Sequence[Sequence[Key]], placement: Sequence[int], room: float, wres_share: float = 1.0
 ) -> list[list[Key]]:
     """Turn rows of F and B into rows of F, I and W, with a W at each tick where its rank would wait.
 
     A rank waits if its next op is not ready, or is a forward and the rank holds `room` chunks already. Until its W a
-    chunk holds the share `kept_share`.
+    chunk holds the share `wres_share`.
     """
     # A clock of ticks, at which every rank runs at most one op. Ops count as done from the next tick on, so a rank
     # cannot read what another runs in the same tick.
-    freed = {"F": -1.0, "I": 1.0 - kept_share, "W": kept_share}
+    freed = {"F": -1.0, "I": 1.0 - wres_share, "W": wres_share}
     remaining_rows = [deque(row) for row in rows]
     waiting_weights: list[deque[Key]] = [deque() for _ in rows]
     filled_rows: list[list[Key]] = [[] for _ in rows]

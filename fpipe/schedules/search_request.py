@@ -26,7 +26,7 @@ class SearchRequest(NamedTuple):
         ranks, placement: the number of ranks, and the rank of each stage.
         costs: seconds of each op.
         memory_cap: the most microbatches a rank may hold.
-        kept_share: the share of a microbatch's residuals that a W still needs after its I.
+        wres_share: the share of a microbatch's residuals that a W still needs after its I.
         objective: what to minimize first, the "makespan" or the "span".
         split_backward: whether backwards are split into I and W.
         starts: orders to start from, besides the named schedules.
@@ -36,7 +36,7 @@ class SearchRequest(NamedTuple):
     placement: list[int]
     costs: Costs
     memory_cap: float
-    kept_share: float = 1.0
+    wres_share: float = 1.0
     objective: Objective = "makespan"
     split_backward: bool = True
     starts: tuple[Transform, ...] = ()
@@ -52,7 +52,7 @@ def search_order(
     ranks: int,
     costs: Costs | None,
     memory_cap: float,
-    kept_share: float = 1.0,
+    wres_share: float = 1.0,
     objective: Objective = "makespan",
     *,
     split_backward: bool = True,
@@ -65,8 +65,8 @@ def search_order(
     """
     if objective not in get_args(Objective):
         raise ValueError(f"objective is 'makespan' or 'span', found {objective!r}.")
-    if isinstance(kept_share, bool) or not isinstance(kept_share, int | float) or not 0 <= kept_share <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"kept is the share that W needs after I, from 0 to 1; found {kept_share!r}.")
+    if isinstance(wres_share, bool) or not isinstance(wres_share, int | float) or not 0 <= wres_share <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"wres_share is the share that W needs after I, from 0 to 1; found {wres_share!r}.")
     if isinstance(memory_cap, bool) or not isinstance(memory_cap, int | float) or math.isnan(memory_cap):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"memory_cap is a number of microbatches, found {memory_cap!r}.")
 
@@ -79,7 +79,7 @@ def search_order(
             ascending_ranks(program, ranks) if policy == "linear" else stage_ranks(policy, program.stages, ranks)
         )
         request = SearchRequest(
-            ranks, placement, costs or Costs(), memory_cap, kept_share, objective, split_backward, starts
+            ranks, placement, costs or Costs(), memory_cap, wres_share, objective, split_backward, starts
         )
         return SEARCHES[0](program, request)
 

@@ -46,7 +46,7 @@ def zb_auto(
     *,
     costs: Costs | None = None,
     memory_cap: float | None = None,
-    kept: float = 1.0,
+    wres_share: float = 1.0,
     objective: Objective = "makespan",
 ) -> Transform:
     """As many forwards ahead as costs and memory allow, with weight gradients in the gaps.
@@ -55,7 +55,7 @@ def zb_auto(
         ranks: the number of ranks.
         costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; 2p by default (ZB-2p), p is ZB-1p.
-        kept: the share of a microbatch's activations that W still needs after I. With 1 they are held until W, as
+        wres_share: the share of a microbatch's activations that W still needs after I. With 1 they are held until W, as
             `simulate` counts `peak`; the paper's table 5 counts M_W / M_B, 32h / (34h + 5as) for a transformer.
         objective: what to make short first, the "makespan" or the "span"; then the other. Orders depend on the ratios
             of costs alone, not on their unit.
@@ -69,17 +69,17 @@ def zb_auto(
     rank 1 |  .  1F0 1F1 1F2 1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3  .
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
     """
-    if wants_published_order(costs, memory_cap, kept, objective):
+    if wants_published_order(costs, memory_cap, wres_share, objective):
         return zb_h2(ranks)
     # 2p microbatches fill the wait for the first gradient, which takes p hops down and p back (ZB-2p).
     cap = 2 * ranks if memory_cap is None else memory_cap
     # Further starts: from the warm-up of 1F1B, one forward for each hop, to three. The best one depends on F : I : W.
     starts = tuple(
-        forwards_ahead(ranks, forwards_per_hop, extra_forwards, cap, kept)
+        forwards_ahead(ranks, forwards_per_hop, extra_forwards, cap, wres_share)
         for forwards_per_hop in (1.0, 1.5, 2.0, 3.0)
         for extra_forwards in (0, 1)
     )
-    return search_order("zb_auto", "linear", ranks, costs, cap, kept, objective, starts=starts)
+    return search_order("zb_auto", "linear", ranks, costs, cap, wres_share, objective, starts=starts)
 
 
 @published(
@@ -97,7 +97,7 @@ def zbv(
     *,
     costs: Costs | None = None,
     memory_cap: float | None = None,
-    kept: float = 1.0,
+    wres_share: float = 1.0,
     objective: Objective = "makespan",
 ) -> Transform:
     """Two chunks a rank in a V, so the last stage is on the rank of the first: no bubble in 1F1B's memory.
@@ -106,7 +106,7 @@ def zbv(
         ranks: the number of ranks.
         costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; p by default.
-        kept, objective: of `zb_auto`.
+        wres_share, objective: of `zb_auto`.
 
     Raises:
         ProgramError: not two chunks a rank, a cap below 1.
@@ -116,12 +116,12 @@ def zbv(
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3  .
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
-    if wants_published_order(costs, memory_cap, kept, objective):
+    if wants_published_order(costs, memory_cap, wres_share, objective):
         return from_rows(
             "v", ranks, lambda program, _: [zbv_row(rank, ranks, program.microbatches) for rank in range(ranks)]
         )
     cap = ranks if memory_cap is None else memory_cap
-    return search_order("zbv", "v", ranks, costs, cap, kept, objective)
+    return search_order("zbv", "v", ranks, costs, cap, wres_share, objective)
 
 
 @published(
@@ -139,7 +139,7 @@ def v_half(
     *,
     costs: Costs | None = None,
     memory_cap: float | None = None,
-    kept: float = 1.0,
+    wres_share: float = 1.0,
     objective: Objective = "makespan",
 ) -> Transform:
     """A block in a V that holds half of what 1F1B holds, repeated and compacted.
@@ -148,7 +148,7 @@ def v_half(
         ranks: the number of ranks.
         costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; (p+2)//2 by default.
-        kept, objective: of `zb_auto`.
+        wres_share, objective: of `zb_auto`.
 
     Raises:
         ProgramError: not two chunks a rank, a cap below 1.
@@ -158,10 +158,10 @@ def v_half(
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0F3 0W0 3F2 3I2 0I1 3W2 0W1 3F3 3I3 0I2 3W3 0I3 0W2 0W3  .
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2W1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3
     """
-    if wants_published_order(costs, memory_cap, kept, objective):
+    if wants_published_order(costs, memory_cap, wres_share, objective):
         return repeated_block(v_half_block(ranks), ranks, (ranks + 2) // 2, is_tight=True)
     cap = (ranks + 2) // 2 if memory_cap is None else memory_cap
-    return search_order("v_half", "v", ranks, costs, cap, kept, objective)
+    return search_order("v_half", "v", ranks, costs, cap, wres_share, objective)
 
 
 @published(
@@ -179,7 +179,7 @@ def v_min(
     *,
     costs: Costs | None = None,
     memory_cap: float | None = None,
-    kept: float = 1.0,
+    wres_share: float = 1.0,
     objective: Objective = "makespan",
 ) -> Transform:
     """The block in a V that holds least: a third of what 1F1B holds.
@@ -188,7 +188,7 @@ def v_min(
         ranks: the number of ranks.
         costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; (p+4)//3 by default.
-        kept, objective: of `zb_auto`.
+        wres_share, objective: of `zb_auto`.
 
     Raises:
         ProgramError: not two chunks a rank, a cap below 1.
@@ -198,19 +198,19 @@ def v_min(
     rank 0 | 0F0  .   .  3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 0F2 3W1 0I1 0W1 3F2 3I2 0F3 3W2 0I2 0W2 3F3 3I3 3W3  .  0I3 0W3
     rank 1 |  .  1F0 2F0  .   .  2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 1F3 2F3 2W2 1W2 2I3 1I3 2W3 1W3
     """
-    if wants_published_order(costs, memory_cap, kept, objective):
+    if wants_published_order(costs, memory_cap, wres_share, objective):
         return repeated_block(v_min_block(ranks), ranks, (ranks + 4) // 3, is_tight=False)
     cap = (ranks + 4) // 3 if memory_cap is None else memory_cap
-    return search_order("v_min", "v", ranks, costs, cap, kept, objective)
+    return search_order("v_min", "v", ranks, costs, cap, wres_share, objective)
 
 
-def wants_published_order(costs: Costs | None, memory_cap: float | None, kept_share: float, objective: str) -> bool:
+def wants_published_order(costs: Costs | None, memory_cap: float | None, wres_share: float, objective: str) -> bool:
     """Whether all options have their defaults, which ask for the published order."""
     checked_costs(costs)
-    return costs is None and memory_cap is None and (kept_share, objective) == (1.0, "makespan")
+    return costs is None and memory_cap is None and (wres_share, objective) == (1.0, "makespan")
 
 
-def forwards_ahead(ranks: int, forwards_per_hop: float, surplus: int, cap: float, kept_share: float) -> Transform:
+def forwards_ahead(ranks: int, forwards_per_hop: float, surplus: int, cap: float, wres_share: float) -> Transform:
     """Return an order to start a search from, which runs more or fewer forwards ahead.
 
     A rank runs `forwards_per_hop` forwards ahead for each rank behind it, then I and F in turn, and each W where it
@@ -226,7 +226,7 @@ def forwards_ahead(ranks: int, forwards_per_hop: float, surplus: int, cap: float
             forwards, backwards = ([(kind, rank, i, None) for i in range(microbatches)] for kind in "FB")
             paired_ops = [key for pair in zip(backwards, forwards[forward_count:], strict=False) for key in pair]
             table.append([*forwards[:forward_count], *paired_ops, *backwards[microbatches - forward_count :]])
-        return fill_gaps_with_weights(table, placement, cap, kept_share)
+        return fill_gaps_with_weights(table, placement, cap, wres_share)
 
     return from_rows("linear", ranks, rows)
 
