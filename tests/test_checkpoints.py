@@ -73,7 +73,7 @@ def test_running_statistics_are_saved(tmp_path: Path):
     result = fpipe.build(program, model)(params, rows(8), state=state, opt=opt, lr=0.1)
     fpipe.save(tmp_path, program, result.params, opt=result.opt, state=result.state)
     loaded = fpipe.load(tmp_path, program, params, opt=opt, state=state)
-    loaded_state = fpipe.load_params(model, program, tmp_path, rank=1, of=state)
+    loaded_state = fpipe.load_params(model, program, tmp_path, rank=1, state=state)
     assert is_equal_tree((loaded.params, loaded.opt, loaded.state), (result.params, result.opt, result.state))
     assert is_equal_tree(loaded_state[1], result.state[1])
 

@@ -424,7 +424,7 @@ def test_load_params_loads_the_state_of_a_net_on_meta(door: str):
         state_dict = nn.Sequential(*trained_net.children()).state_dict()
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
     params = load_all_ranks(model, program, state_dict)
-    local_state = load_all_ranks(model, program, state_dict, of=state)
+    local_state = load_all_ranks(model, program, state_dict, state=state)
     assert [[*stage_state] for stage_state in local_state] == [[*stage_state] for stage_state in state]
     result = fpipe.build(program, model)(params, batch, state=local_state)
     for microbatch_rows in (slice(0, 2), slice(2, 4)):
@@ -434,10 +434,10 @@ def test_load_params_loads_the_state_of_a_net_on_meta(door: str):
     state_by_name = {name.rpartition(".")[2]: leaf for name, leaf in result.state[0].items()}
     assert state_by_name.keys() == dict(trained_net.norm.named_buffers()).keys()
     assert all(torch.equal(leaf, state_by_name[name]) for name, leaf in trained_net.norm.named_buffers())
-    initial_state = join_ranks([fpipe.init_params(model, program, rank, of=state) for rank in range(2)])
+    initial_state = join_ranks([fpipe.init_params(model, program, rank, state=state) for rank in range(2)])
     assert sorted(float(leaf.sum()) for leaf in fpipe.tree.leaves(initial_state)) == [0, 0, 8]
-    with pytest.raises(ValueError, match="of= is the module state of all 2 stages; found 1"):
-        fpipe.load_params(model, program, state_dict, rank=0, of=state[:1])
+    with pytest.raises(ValueError, match="state= is the module state of all 2 stages; found 1"):
+        fpipe.load_params(model, program, state_dict, rank=0, state=state[:1])
 
 
 def step_on_shards(rank: int, folder: str) -> list[Any]:

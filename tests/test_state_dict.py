@@ -141,7 +141,7 @@ def test_loaded_params_of_a_net_on_meta_are_gathered():
     model, _, state = cut_into_stages(meta_net, "from_module", batch)
     program = fpipe.program(model)
     params = fpipe.load_params(model, program, loaded_net.state_dict(), rank=0, init=lambda _, leaf: leaf.zero_())
-    loaded_state = fpipe.load_params(model, program, loaded_net.state_dict(), rank=0, of=state)
+    loaded_state = fpipe.load_params(model, program, loaded_net.state_dict(), rank=0, state=state)
     gathered: Any = fpipe.gather_state_dict(program, params, model=model, state=loaded_state)
     assert gathered.keys() == loaded_net.state_dict().keys()
     assert all(torch.equal(gathered[name], leaf) for name, leaf in loaded_net.state_dict().items())

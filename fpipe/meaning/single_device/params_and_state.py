@@ -342,7 +342,9 @@ def refuse_unloaded(batch: Any, params: Any, state: Any) -> None:
     """Raise ValueError for parameters or a state on meta where the batch has values."""
     if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree.leaves(batch)):
         refuse_meta("fpipe.load_params or fpipe.init_params gives it some", params=params)
-        refuse_meta("fpipe.load_params(.., of=state) or fpipe.init_params(.., of=state) gives it some", state=state)
+        refuse_meta(
+            "fpipe.load_params(.., state=state) or fpipe.init_params(.., state=state) gives it some", state=state
+        )
 
 
 def check_batches(batch: Any, steps: int) -> Sequence[Any]:

@@ -32,7 +32,7 @@ def load_params(
     rank: int | None = None,
     *,
     init: Fill | None = None,
-    of: Sequence[Any] | None = None,
+    state: Sequence[Any] | None = None,
 ) -> Params:
     """Read the parameters of one rank's stages from a file of the whole net, and no other bytes.
 
@@ -46,8 +46,8 @@ def load_params(
         init: `init(name, tensor)` fills in place what the source need not have, frozen parameters and buffers on meta
             such as the table of a rotary embedding. Without it, or where it returns False, the `reset_parameters` of
             the module that has the leaf does.
-        of: the module state that a front door gave, to load it in place of the parameters: the running statistics of a
-            batch norm on meta.
+        state: the module state that a front door gave, such as the running statistics of a batch norm on meta. If it
+            is given, its leaves are read in place of the parameters.
 
     Returns:
         The tuple of all stages, as `local_params` gives it: None for the stages of other ranks. Tensors are on torch's
@@ -70,8 +70,8 @@ def load_params(
     """
     # The names of all stages are compared, so that every rank raises the same error; values are read for one rank.
     tensors, first_values = source_of(source), FirstValues(0, init)
-    leaves = _leaves(model, of)
-    aliases = _names_in_source(model, tensors, leaves, of is not None)
+    leaves = _leaves(model, state)
+    aliases = _names_in_source(model, tensors, leaves, state is not None)
     _refuse_other_constants(model, tensors, local_params(program, range(len(leaves)), rank))
 
     def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
@@ -100,7 +100,7 @@ def init_params(
     *,
     seed: int = 0,
     init: Fill | None = None,
-    of: Sequence[Any] | None = None,
+    state: Sequence[Any] | None = None,
 ) -> Params:
     """Make the first values of the parameters on meta of one rank's stages.
 
@@ -115,7 +115,7 @@ def init_params(
             `reset_parameters` of the module that has it; what that writes into children is not seen. Values that a
             constructor or another module gives a parameter are lost on meta: say them here. A warning names those
             written in place; not those assigned, written through `.data`, or of deep-copied blocks.
-        of: the module state that a front door gave, for the first values of that in place of the parameters'.
+        state: the module state that a front door gave. If it is given, its leaves are made in place of the parameters.
 
     Returns:
         The tuple of all stages, None for those of other ranks, on torch's default device. A tied parameter has one
@@ -138,8 +138,8 @@ def init_params(
     True
     """
     first_values = FirstValues(seed, init)
-    leaves = _leaves(model, of)
-    if init is None and of is None:
+    leaves = _leaves(model, state)
+    if init is None and state is None:
         _warn_if_all_have_values(model, leaves)
     params = _make_params(model, program, rank, leaves, lambda leaf, home: first_values.make(leaf[0], home))
     first_values.warn()
@@ -164,7 +164,7 @@ def _leaves(model: Model, state: Sequence[Any] | None) -> list[list[tuple[str, .
     if state is None:
         return [[*model.owned_param_names(number)] for number in range(len(stages))]
     if len(state) != len(stages):
-        raise ValueError(f"of= is the module state of all {len(stages)} stages; found {len(state)}.")
+        raise ValueError(f"state= is the module state of all {len(stages)} stages; found {len(state)}.")
     return [[(name,) for name in names or ()] for names in state]
 
 
