@@ -171,7 +171,9 @@ def test_offloading_changes_no_bits(plan: DrawnProgram, policy: Any, cap: int | 
     """It keeps the order of a schedule's ops, too."""
     net, base = tiny(plan.takes), plan.program
     target = (lambda rank: (rank + 1) % base.ranks) if partner and base.ranks > 1 else "host"
-    program = fpipe.offload(policy, cap=cap and smallest_cap(base, cap, policy, lead), lead=lead, to=target)(base)
+    program = fpipe.offload(policy, cap=cap and smallest_cap(base, cap, policy, lead), lead=lead, destination=target)(
+        base
+    )
     fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
     assert program.table() == base.table()
     results = (fpipe.build(variant, net.model)(net.params(), net.batch(7)) for variant in (base, program))

@@ -148,7 +148,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     "skips, out of order": (skip_model, OUT_OF_ORDER),
     "skips, recomputed": (skip_model, fpipe.checkpoint("always"), IN_ORDER),
     "offloaded to the host": (cut_blocks(4), fpipe.schedules.zbv(2), fpipe.offload()),
-    "offloaded to a rank": (cut_blocks(4), fpipe.schedules.zbv(2), fpipe.offload(to=lambda rank: 1 - rank)),
+    "offloaded to a rank": (cut_blocks(4), fpipe.schedules.zbv(2), fpipe.offload(destination=lambda rank: 1 - rank)),
     "split backward": (cut_blocks(2), fpipe.split_backward(), fpipe.schedules.one_f_one_b(2)),
     "recomputed": (cut_blocks(4), fpipe.checkpoint("always"), fpipe.schedules.interleaved(2)),
 }

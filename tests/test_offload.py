@@ -22,7 +22,7 @@ POLICIES: dict[str, Callable[[], Callable[[Program], Program]]] = {
     "a stage": lambda: offload(lambda stage, microbatch: stage == 1),
     "every other microbatch, early": lambda: offload(lambda stage, microbatch: microbatch % 2 == 0, lead=2),
     "as few as needed": lambda: offload(cap=2),
-    "to a partner": lambda: offload(cap=2, to=lambda rank: 3 - rank),
+    "to a partner": lambda: offload(cap=2, destination=lambda rank: 3 - rank),
     "in halves": lambda: fpipe.chain(fpipe.split_backward(), offload(values=("res", "wres"))),
     "recomputed, after communicate": lambda: fpipe.chain(
         fpipe.checkpoint(), fpipe.communicate(), offload(values=("y", "res"))
@@ -65,7 +65,7 @@ def test_recorded_peaks_equal_predicted_peaks(policy: str):
 def test_offloading_moves_memory_to_the_partner():
     params, batch = NET.params(), NET.batch(64)
     base = fpipe.chain(split(8), schedules.one_f_one_b(4), fpipe.merge(outputs=False))(fpipe.program(NET.model))
-    offloaded = offload(cap=2, to=lambda rank: 3 - rank)(base)
+    offloaded = offload(cap=2, destination=lambda rank: 3 - rank)(base)
     base_peak, offloaded_peak = (fpipe.sizes(program, NET.model, params, batch).peak for program in (base, offloaded))
     assert offloaded_peak[0] < base_peak[0]
     assert offloaded_peak[3] > base_peak[3]
@@ -115,7 +115,7 @@ def test_lead_moves_loads_earlier():
 def test_recomputed_residuals_are_not_offloaded(policy, destination, halves):
     """Used to offload a residual that is recomputed: its OFFLOAD read it before any R had written it."""
     start = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), *halves)(fpipe.program(3))
-    offload, recompute = fpipe.offload(to=destination), fpipe.checkpoint(policy)
+    offload, recompute = fpipe.offload(destination=destination), fpipe.checkpoint(policy)
     program = recompute(offload(start))
     assert program == offload(recompute(start))
     recomputed = {value for op in program.ops if op.kind == "R" for value in op.writes}
@@ -132,14 +132,14 @@ offload(cap=0)
     ValueError: cap is a number of microbatches above 0, found 0
 offload(lead=-1)
     ValueError: lead is a whole number, at least 0; found -1
-offload(to="disk")
-    ValueError: to is 'host' or f(rank) -> rank, found 'disk'
+offload(destination="disk")
+    ValueError: destination is 'host' or f(rank) -> rank, found 'disk'
 offload(cap=2, values=("y",))
     ValueError: values=("res",) goes with it
 fpipe.chain(split(4), schedules.one_f_one_b(2), offload(cap=1))(fpipe.program(2))
     ProgramError: cap=1 is less than rank 0 can keep to in this order: the least is 2 microbatches.
-fpipe.chain(split(4), schedules.gpipe(2), offload(to=lambda rank: rank))(fpipe.program(2))
-    ProgramError: to(0) is another rank that takes what rank 0 offloads, found 0
+fpipe.chain(split(4), schedules.gpipe(2), offload(destination=lambda rank: rank))(fpipe.program(2))
+    ProgramError: destination(0) is another rank that takes what rank 0 offloads, found 0
 fpipe.chain(split(4), offload(), schedules.gpipe(2))(fpipe.program(2))
     ProgramError: put fpipe.offload() after what places the program
 fpipe.chain(split(4), fpipe.free(), offload())(fpipe.program(2))

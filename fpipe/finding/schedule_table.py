@@ -60,7 +60,7 @@ class ScheduleTable:
         is_host = set(memory_by_rank.values()) == {"host"}
         offloaded = offload(
             lambda stage, microbatch: (stage, microbatch) in memory_by_cell,
-            to="host" if is_host else lambda rank: int(memory_by_rank[rank]),
+            destination="host" if is_host else lambda rank: int(memory_by_rank[rank]),
         )
         return apply_table(offloaded(program), cells, move=False)
 

@@ -35,7 +35,7 @@ def bpipe(ranks: int) -> Transform:
     0F1 OFFLOAD(res[0,1]@3) 0F2 0F3 OFFLOAD(res[0,3]@3) 0B0 0F4 LOAD(res[0,1]@3@0) 0B1
     """
     # (p+3)//2 is ceil((p+2)/2), the paper's cap.
-    return chain(one_f_one_b(ranks), offload(cap=(ranks + 3) // 2, to=lambda rank: ranks - 1 - rank))
+    return chain(one_f_one_b(ranks), offload(cap=(ranks + 3) // 2, destination=lambda rank: ranks - 1 - rank))
 
 
 @published(

@@ -31,7 +31,7 @@ def offload(
     *,
     cap: float | None = None,
     lead: int = 0,
-    to: Destination = "host",
+    destination: Destination = "host",
     values: Sequence[str] = ("res",),
 ) -> Transform:
     """Keep residuals on the host, or in another rank's memory, from their forward to their backward.
@@ -41,7 +41,7 @@ def offload(
             `f(stage, microbatch) -> bool`.
         cap: of these, as few as keep each rank at this many microbatches (as `Timeline.peak` counts them).
         lead: how many ops earlier than just before its reader a LOAD stands. It may run beside one op as it is.
-        to: "host", or `f(rank) -> rank` whose memory takes them.
+        destination: "host", or `f(rank) -> rank` whose memory takes them.
         values: names of the values: "res", or also "y" and "wres", as far as a backward or a recompute reads them.
 
     Returns:
@@ -65,8 +65,8 @@ def offload(
     if cap is not None and not (isinstance(cap, int | float) and cap > 0):
         raise ValueError(f"cap is a number of microbatches above 0, found {cap!r}.")
     check_whole_number("lead", lead, minimum=0)
-    if to != "host" and not callable(to):
-        raise ValueError(f"to is 'host' or f(rank) -> rank, found {to!r}.")
+    if destination != "host" and not callable(destination):
+        raise ValueError(f"destination is 'host' or f(rank) -> rank, found {destination!r}.")
     names = frozenset(listed_names("values", values))
     if cap is not None and names != {"res"}:
         raise ValueError(f'a cap counts residuals: values=("res",) goes with it, found {values!r}.')
@@ -82,7 +82,7 @@ def offload(
             leaving = _choose_fewest_leaving(program, residences_by_rank, cap)
         if not leaving:
             return program
-        ops = _add_moves(program, leaving, to)
+        ops = _add_moves(program, leaving, destination)
         if lead:
             return arrange(program.inputs, ops, program.outputs, fixed_kinds(program) | {"LOAD"})
         return rebuild(program, ops)
@@ -288,5 +288,7 @@ def _add_moves(program: Program, leaving: list[_Residence], destination: Destina
 def _destination_rank(destination: Callable[[int], int], rank: int, ranks: int) -> int:
     partner = destination(rank)
     if type(partner) is not int or not 0 <= partner < ranks or partner == rank:
-        raise ProgramError(f"to({rank}) is another rank that takes what rank {rank} offloads, found {partner!r}.")
+        raise ProgramError(
+            f"destination({rank}) is another rank that takes what rank {rank} offloads, found {partner!r}."
+        )
     return partner
