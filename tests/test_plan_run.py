@@ -77,14 +77,17 @@ def test_rows_equal_their_simulations_and_nothing_beats_the_front(
         assert row.fits == all(peak <= limit for peak, limit in zip(row.memory, limits, strict=False))
     assert plan.best.fits
     assert seconds(plan.best) == pytest.approx(min(seconds(row) for row in plan if row.fits))
-    points = {row: (seconds(row) * (1 + 1e-9), row.most) for row in plan}
+    points = {row: (seconds(row) * (1 + 1e-9), row.peak_memory) for row in plan}
     for row in plan:
         nothing_beats = all(
-            seconds_per_row >= points[row][0] / (1 + 1e-9) or peak > row.most
+            seconds_per_row >= points[row][0] / (1 + 1e-9) or peak > row.peak_memory
             for seconds_per_row, peak in points.values()
         )
         assert nothing_beats or row not in plan.front
-        assert any(points[rival][0] <= points[row][0] * (1 + 1e-9) and rival.most <= row.most for rival in plan.front)
+        assert any(
+            points[rival][0] <= points[row][0] * (1 + 1e-9) and rival.peak_memory <= row.peak_memory
+            for rival in plan.front
+        )
 
 
 def test_costs_between_two_sizes_are_interpolated():
@@ -170,8 +173,8 @@ def test_shard_policies_multiply_the_candidates():
         shards = 2 * 0.5 * 2**20 / 4
         assert row.memory == pytest.approx([peak + shards for peak in row.timeline.peak])
     assert row_by_gather["step"].makespan < row_by_gather["use"].makespan
-    assert row_by_gather["use"].most < row_by_gather["step"].most
-    cap = (row_by_gather["use"].most + row_by_gather["step"].most) / 2
+    assert row_by_gather["use"].peak_memory < row_by_gather["step"].peak_memory
+    cap = (row_by_gather["use"].peak_memory + row_by_gather["step"].peak_memory) / 2
     capped = plan_run(IN_BYTES, cluster=RING, shard=["step", "use"], memory=cap, **ONE_CANDIDATE)
     assert [row.gather for row in capped if row.fits] == ["use"]
 
@@ -189,7 +192,7 @@ def test_unsharded_replicas_are_a_candidate():
     )
     assert row_by_gather["never"].makespan > plain.makespan
     assert row_by_gather["never"].memory == pytest.approx(plain.memory)
-    assert row_by_gather["use"].most < row_by_gather["never"].most
+    assert row_by_gather["use"].peak_memory < row_by_gather["never"].peak_memory
 
 
 def test_a_sharded_model_holds_its_share_of_parameters():
@@ -230,7 +233,7 @@ def test_a_cluster_gives_ranks_different_memory_and_speed():
     }
     fits_less = {
         candidate.name: candidate.fits
-        for candidate in plan_run(costs, ranks=2, microbatches=[4], memory=row.most - 1, **FEW_SCHEDULES)
+        for candidate in plan_run(costs, ranks=2, microbatches=[4], memory=row.peak_memory - 1, **FEW_SCHEDULES)
     }
     assert (fits_per_rank[row.name], fits_per_rank["gpipe, m=4"], fits_less[row.name]) == (True, False, False)
 

@@ -43,10 +43,10 @@ def draw_chart(plan: RunPlan, width_px: float | None, style: Style) -> Drawing:
     time = clock(max(map(seconds_of, rows)))
     # 2. The scales: the range of values, and 5 to 8 % around it. A range of no width gets some.
     in_bytes = plan.unit == "bytes"
-    memory_unit, scale = byte_unit(max(row.most for row in rows)) if in_bytes else ("", 1.0)
+    memory_unit, scale = byte_unit(max(row.peak_memory for row in rows)) if in_bytes else ("", 1.0)
     left, top, height = EDGE + 52, EDGE + 34, 300.0
     span, bottom = width - left - EDGE - 12, top + height
-    low_memory, high_memory = min(row.most for row in rows) / scale, max(row.most for row in rows) / scale
+    low_memory, high_memory = min(row.peak_memory for row in rows) / scale, max(row.peak_memory for row in rows) / scale
     high_memory += (high_memory - low_memory or high_memory or 1.0) * 0.05
     low_memory = max(0.0, low_memory - (high_memory - low_memory) * 0.08)
     drawing = Drawing(width, 0.0, left, span, low_memory, high_memory, clock(0), unit)
@@ -80,7 +80,7 @@ def draw_chart(plan: RunPlan, width_px: float | None, style: Style) -> Drawing:
         x = x_of(limit)
         drawing.fixed += [Line(((x, top), (x, bottom)), "ink", 1.2), Text(x - 4, top + 11, "memory", "ink", 11, "end")]
     # 4. Points; over them the front, as stairs: between two of its ways, the one to the left is the best that fits.
-    points = [(row, x_of(row.most / scale), y_of(seconds_of(row))) for row in rows]
+    points = [(row, x_of(row.peak_memory / scale), y_of(seconds_of(row))) for row in rows]
     drawing.fixed += [_draw_point(x, y, 3.0, row, plan) for row, x, y in points if row not in plan.front]
     front_points = sorted((point for point in points if point[0] in plan.front), key=lambda point: point[1])
     front_line = [corner for (_, x, y), (_, next_x, _) in pairwise(front_points) for corner in ((x, y), (next_x, y))]
@@ -95,7 +95,7 @@ def draw_chart(plan: RunPlan, width_px: float | None, style: Style) -> Drawing:
     swatch_rows += [] if all(row.fits for row in rows) else [(["hatch"], "does not fit")]
     y = draw_swatches(drawing, swatch_rows, bottom + 46) + 4
     for front_number, row in enumerate(plan.front, 1):
-        memory_text = format_amount(row.most, in_bytes, 4) + ("" if in_bytes else " rows")
+        memory_text = format_amount(row.peak_memory, in_bytes, 4) + ("" if in_bytes else " rows")
         seconds = f"{time.full(row.makespan)}{'' if time.unit else ' s'}"
         drawing.fixed.append(Text(left - 6, y + 12, str(front_number), "ink", 11, "end", bold=True))
         drawing.fixed.append(Text(left, y + 12, f"{row.name}: {seconds}, {memory_text}{_misfit_note(row)}", "ink", 11))
@@ -111,7 +111,7 @@ def _misfit_note(row: PlanRow) -> str:
 def _draw_point(x: float, y: float, size: float, row: PlanRow, plan: RunPlan) -> Area:
     """Draw a dot, or a diamond for a schedule that a search found; hovering names it."""
     paint = COLOUR_BY_POLICY[row.checkpoint] if row.fits else "hatch"
-    memory_text = format_amount(row.most, plan.unit == "bytes")
+    memory_text = format_amount(row.peak_memory, plan.unit == "bytes")
     title = f"{row.name}: {row.makespan:.4g} s, holds {memory_text}{_misfit_note(row)}"
     if row.schedule == "found":
         size *= 1.3

@@ -137,7 +137,7 @@ class _Planner:
                 f"nothing fits: rank {rank} must hold {needed} at least, by {closest.name}, and may hold {limit}."
             )
         # Ways are compared by seconds a row, since numbers of microbatches may make batches of different size.
-        rows = sorted(self.rows, key=lambda row: (not row.fits, row.seconds_per_row, row.most))
+        rows = sorted(self.rows, key=lambda row: (not row.fits, row.seconds_per_row, row.peak_memory))
         served = {row.schedule for row in rows}
         refused = tuple((name, reason) for name, reason in self.refused.items() if name not in served)
         return RunPlan(tuple(rows), refused, "bytes" if self.in_bytes else "rows", self.machine.limits, is_complete)

@@ -57,7 +57,7 @@ class PlanRow:
         return f"{self.schedule}, m={self.microbatches}{recompute}{gather}"
 
     @property
-    def most(self) -> float:
+    def peak_memory(self) -> float:
         """The peak memory of the fullest rank."""
         return max(self.memory)
 
@@ -81,7 +81,7 @@ class RunPlan(HtmlRepr):
     >>> import fpipe
     >>> tried = fpipe.Candidates(microbatches=[4], schedules=["gpipe", "one_f_one_b"])
     >>> plan = fpipe.plan_run(fpipe.Costs(2, 2, 2), fpipe.Machine(ranks=2), tried)
-    >>> [(row.name, row.makespan, row.most) for row in plan.front]
+    >>> [(row.name, row.makespan, row.peak_memory) for row in plan.front]
     [('one_f_one_b, m=4', 30.0, 2.0), ('gpipe, m=4, recompute always', 38.0, 1.0)]
     """
 
@@ -107,8 +107,8 @@ class RunPlan(HtmlRepr):
         """The Pareto front of time against memory, the shortest first: nothing is both shorter and smaller."""
         # In order of time, a way is on the front if it takes less memory than all before it.
         front: list[PlanRow] = []
-        for row in sorted(self.rows, key=lambda row: (row.seconds_per_row, row.most)):
-            if not front or row.most < front[-1].most:
+        for row in sorted(self.rows, key=lambda row: (row.seconds_per_row, row.peak_memory)):
+            if not front or row.peak_memory < front[-1].peak_memory:
                 front.append(row)
         return tuple(front)
 
@@ -131,7 +131,7 @@ class RunPlan(HtmlRepr):
         heading = ["schedule", "m", "rows", "recompute", *(["gather"] if has_shards else []), "seconds", "bubble"]
         table = [[*heading, "held" if self.unit == "bytes" else "rows held", "rows/s", "costs", ""]]
         for row in rows:
-            memory = format_amount(row.most, self.unit == "bytes")
+            memory = format_amount(row.peak_memory, self.unit == "bytes")
             choices = [row.schedule, str(row.microbatches), f"{row.rows:g}", row.checkpoint]
             choices += [row.gather] if has_shards else []
             figures = [f"{row.makespan:.5g}", f"{row.bubble:.1%}", memory, f"{row.throughput:.5g}", row.costs]
