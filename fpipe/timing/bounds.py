@@ -254,14 +254,14 @@ class Bounds:
         return f"<Bounds: makespan >= {self.makespan:g} ({self.binding.name}), span >= {self.span:g}>"
 
     @property
-    def all(self) -> tuple[Bound, ...]:
+    def bounds(self) -> tuple[Bound, ...]:
         """The five bounds, in the order in which they are printed."""
         return self.head, self.fused, self.drain, self.warm_up, self.lifespan
 
     @property
     def binding(self) -> Bound:
         """The bound that asks for most; of equal ones the first."""
-        return max(self.all, key=lambda bound: bound.makespan)
+        return max(self.bounds, key=lambda bound: bound.makespan)
 
     @property
     def makespan(self) -> float:
@@ -271,7 +271,7 @@ class Bounds:
     @property
     def span(self) -> float:
         """Lower bound of the span, in seconds."""
-        return max((span for bound in self.all for span in bound.spans), default=0.0)
+        return max((span for bound in self.bounds for span in bound.spans), default=0.0)
 
     def gap(self, timeline: Timeline, of: Literal["makespan", "span"] = "makespan") -> float:
         """How far above the bound a timeline is, as a share of the bound: 0 is optimal, 0.1 takes a tenth longer."""
@@ -282,7 +282,7 @@ class Bounds:
 
     def __str__(self) -> str:
         rows = [f"{'bound':9} {'makespan':>8} {'rank':>5}"]
-        for bound in self.all:
+        for bound in self.bounds:
             mark = "  binds" if bound is self.binding else ""
             rows.append(f"{bound.name:9} {bound.makespan:>8g} {bound.rank:>5}{mark}")
         return "\n".join([*rows, *([self.note] if self.note else [])])
