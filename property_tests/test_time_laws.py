@@ -61,7 +61,7 @@ def timeline_facts(timeline: Timeline) -> dict[str, Any]:
 
 
 def memory_curves(timeline: Timeline) -> Any:
-    return timeline.peak, timeline.peak_released, [timeline.held(rank) for rank in range(timeline.ranks)]
+    return timeline.peak, timeline.peak_released, [timeline.memory_curve(rank) for rank in range(timeline.ranks)]
 
 
 @given(plans(), costs(), st.integers(1, 3))
@@ -145,7 +145,7 @@ def test_a_memory_curve_reaches_the_peak_and_ends_at_zero(plan: DrawnProgram, co
     timeline = fpipe.simulate(plan.program, costs)
     if costs.bytes is None:
         for rank, peak in enumerate(timeline.peak):
-            rows = timeline.held(rank)
+            rows = timeline.memory_curve(rank)
             assert max((amount for _, amount in rows), default=0) == pytest.approx(peak)
             assert rows[-1][1] == 0
             assert [moment for moment, _ in rows] == sorted(moment for moment, _ in rows)

@@ -115,7 +115,7 @@ def test_a_clip_makes_no_step_shorter(name: str, ranks: int, update: float):
 
     free, validated_later, clipped = timeline(), timeline(clip=1.0, validate="after"), timeline(clip=1.0)
     assert free.makespan <= validated_later.makespan <= clipped.makespan
-    assert validated_later.redone == clipped.makespan
+    assert validated_later.rerun_makespan == clipped.makespan
 
 
 @given(models(), updates(), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(0, 1000))

@@ -121,14 +121,16 @@ def test_ring_bytes_equal_seconds_of_collectives(
     assert cluster_timeline.delivered >= fpipe.simulate(program, costs).delivered + (replicas > 1) * share
 
 
-def test_lacking_is_the_peak_beyond_a_ranks_memory():
+def test_excess_bytes_are_the_peak_beyond_a_ranks_memory():
     program = fpipe.schedules.about("one_f_one_b").program(4, 8)
     costs = fpipe.Costs(bytes=lambda value: 1e9 if value.name in ("y", "dx", "res") else 0)
     cluster = fpipe.Cluster.parse("4 ranks; each rank memory 3GB; rank 2 memory 80GiB speed 1.5")
     assert (cluster.speed, cluster.memory) == ((1, 1, 1.5, 1), (3e9, 3e9, 80 * 2**30, 3e9))
     timeline = fpipe.simulate(program, costs, cluster=cluster)
     assert (
-        timeline.lacking == {rank: timeline.peak[rank] - 3e9 for rank in (0, 1, 3) if timeline.peak[rank] > 3e9} != {}
+        timeline.excess_bytes
+        == {rank: timeline.peak[rank] - 3e9 for rank in (0, 1, 3) if timeline.peak[rank] > 3e9}
+        != {}
     )
 
 

@@ -94,8 +94,8 @@ def test_a_timeline_gives_the_bytes_held_over_time():
     """The copy of y on rank 1 is there from 1, when it comes, to 2; dx leaves at 4 and is on rank 0 from then on."""
     costs = fpipe.Costs(bytes={"y": 10, "res": [100, 200], "dx": 10, "loss": 1, "g": 5})
     timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), costs)
-    assert timeline.held(1) == [(1, 221), (2, 226), (4, 26), (4, 16)]
-    assert timeline.held(0) == [(0, 110), (1, 100), (4, 115), (6, 15), (6, 5)]
+    assert timeline.memory_curve(1) == [(1, 221), (2, 226), (4, 26), (4, 16)]
+    assert timeline.memory_curve(0) == [(0, 110), (1, 100), (4, 115), (6, 15), (6, 5)]
 
 
 OFFLOADED = fpipe.offload(lambda stage, microbatch: stage == 0)(fpipe.program(2))
@@ -103,5 +103,5 @@ OFFLOADED = fpipe.offload(lambda stage, microbatch: stage == 0)(fpipe.program(2)
 
 def test_an_offloaded_value_is_not_held():
     timeline = fpipe.simulate(OFFLOADED, fpipe.Costs(offload=0.5, load=0.75))
-    assert timeline.held(0) == [(0, 0.5), (1, 1), (1.5, 0.5), (2, 1), (4, 0.5), (6, 0)]
+    assert timeline.memory_curve(0) == [(0, 0.5), (1, 1), (1.5, 0.5), (2, 1), (4, 0.5), (6, 0)]
     assert timeline.peak == (1,)

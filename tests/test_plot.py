@@ -305,7 +305,7 @@ def test_a_measured_step_is_drawn_like_a_simulated_one(tmp_path: Path):
             assert sum(title.startswith(f"{cell}, rank") for title in boxes) == 2
         assert "bytes held" in read_labels(tmp_path / "a.svg")
         for rank in range(3):
-            assert max(byte_count for _, byte_count in timeline.held(rank)) == timeline.peak[rank]
+            assert max(byte_count for _, byte_count in timeline.memory_curve(rank)) == timeline.peak[rank]
         path = Panel("", timeline, (timeline.makespan / 4, timeline.makespan / 2)).path
         assert {step[:3] for step in path if isinstance(step.activity, fpipe.Op)} <= {*timeline.events}, "no idle time"
         assert any(wait.op and wait.op.cell == "1F0" and wait.writer.cell == "0F0" for wait in timeline.waits)

@@ -116,11 +116,11 @@ def test_steps_that_do_not_clip_take_the_time_of_no_norm(name: str):
 
     six, four = timeline(6), timeline(4)
     free, clipped, _ = PERIODS[name]
-    assert ((six.makespan - four.makespan) / 2, (six.redone - four.redone) / 2) == (free, clipped)
-    assert six.pays == 1 - six.makespan / six.redone
-    assert f"({six.redone:g} to do it again: pays below {six.pays:.1%} of calls)" in str(six)
-    assert fpipe.simulate(fpipe.program(2)).redone is None
-    assert fpipe.simulate(fpipe.program(2)).pays is None
+    assert ((six.makespan - four.makespan) / 2, (six.rerun_makespan - four.rerun_makespan) / 2) == (free, clipped)
+    assert six.break_even_share == 1 - six.makespan / six.rerun_makespan
+    assert f"({six.rerun_makespan:g} to do it again: pays below {six.break_even_share:.1%} of calls)" in str(six)
+    assert fpipe.simulate(fpipe.program(2)).rerun_makespan is None
+    assert fpipe.simulate(fpipe.program(2)).break_even_share is None
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": float("inf")}, {"clip": 1.0, "validate": "later"}], ids=repr)

@@ -294,7 +294,7 @@ fpipe.simulate(COMMUNICATED, fpipe.Costs(transfer=1), cluster="2 ranks; inside 1
     ValueError: leave out transfer= and bandwidth=
 fpipe.simulate(COMMUNICATED, fpipe.Costs(bytes=lambda value: 1), cluster="2 ranks; inside 1GB/s shared", iterations=2)
     ValueError: shared links are simulated for one iteration, found iterations=2
-fpipe.simulate(CHAIN_1).lacking
-    ValueError: lacking memory needs a cluster and bytes
+fpipe.simulate(CHAIN_1).excess_bytes
+    ValueError: excess memory needs a cluster and bytes
 """,
 )

@@ -262,7 +262,7 @@ fpipe.simulate(TWO_STAGES, iterations=0)
     ValueError: iterations is a whole number, at least 1; found
 fpipe.simulate(TWO_STAGES, iterations=True)
     ValueError: iterations is a whole number, at least 1; found
-fpipe.simulate(TWO_STAGES).held(2)
+fpipe.simulate(TWO_STAGES).memory_curve(2)
     ValueError: ranks are 0..1, found 2.
 fpipe.bounds(TWO_STAGES).gap(fpipe.simulate(TWO_STAGES), 'bubble')
     ValueError: found 'bubble'

@@ -210,8 +210,8 @@ class Recorder:
             columns = [(ticks, float(ticks), rank, float(size)) for ticks, rank, size in changes]
             self._changes = tuple(zip(*columns, strict=True)) or ((),) * 4
         ticks, *columns_after = self._changes
-        steps = [*zip(map(time_of, ticks), *columns_after, strict=True)]
-        return Timeline(self.ops, starts, ends, self.ranks, peak, peak, steps=steps)
+        memory_changes = [*zip(map(time_of, ticks), *columns_after, strict=True)]
+        return Timeline(self.ops, starts, ends, self.ranks, peak, peak, memory_changes=memory_changes)
 
 
 def storages_of(leaves: Iterable[Any]) -> Storages:

@@ -194,7 +194,7 @@ class Panel:
 
     def memory_curve(self, rank: int) -> list[tuple[float, float]]:
         """Return the memory of a rank in the window: (seconds, amount) from each change on."""
-        curve = self.timeline.held(rank)
+        curve = self.timeline.memory_curve(rank)
         initial = [(self.start, quantity) for seconds, quantity in curve if seconds < self.start][-1:]
         return initial + [(seconds, quantity) for seconds, quantity in curve if self.start <= seconds <= self.end]
 

@@ -48,8 +48,8 @@ class Timeline(HtmlRepr):
         rounds: how many iterations these are.
         ranks: how many there are.
         program, costs: what was simulated; a measured timeline has none.
-        moved, steps, results: what simulating has found out on the way for `transfers`, `held` and `delivered`; None
-            where these find it out when they are asked for.
+        simulated_transfers, memory_changes, result_arrivals: by-products of the simulation, from which `transfers`,
+            `memory_curve` and `delivered` are read; None where these are computed when asked for.
 
     >>> import fpipe
     >>> print(fpipe.simulate(fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2))(fpipe.program(2))))
@@ -65,9 +65,9 @@ class Timeline(HtmlRepr):
     rounds: int = 1
     program: Program | None = field(default=None, repr=False, compare=False)
     costs: Costs | None = field(default=None, repr=False, compare=False)
-    moved: tuple[tuple[Transfer, ...], ...] | None = field(default=None, repr=False, compare=False)
-    steps: MemoryChanges | None = field(default=None, repr=False, compare=False)
-    results: Mapping[tuple[Value, int], float] | None = field(default=None, repr=False, compare=False)
+    simulated_transfers: tuple[tuple[Transfer, ...], ...] | None = field(default=None, repr=False, compare=False)
+    memory_changes: MemoryChanges | None = field(default=None, repr=False, compare=False)
+    result_arrivals: Mapping[tuple[Value, int], float] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         text = str(self)
@@ -87,8 +87,8 @@ class Timeline(HtmlRepr):
     @cached_property
     def delivered(self) -> float:
         """When the last result is at its last home, in seconds; 0 where nothing is known of homes."""
-        if self.results is not None:
-            return max(self.results.values(), default=0.0)
+        if self.result_arrivals is not None:
+            return max(self.result_arrivals.values(), default=0.0)
         if self.program is None or self.costs is None:
             return 0.0
         # Without results this was simulated on main lanes alone, where all links have one latency.
@@ -158,17 +158,17 @@ class Timeline(HtmlRepr):
         return self.makespan if self.rounds == 1 else self.iterations[-1] - self.iterations[-2]
 
     @cached_property
-    def redone(self) -> float | None:
-        """Makespan of all steps of a call if updates wait for their norms, in seconds; None if no norm is checked.
+    def rerun_makespan(self) -> float | None:
+        """Makespan of all steps of a call, in seconds, if they run again; None if no norm is checked.
 
-        With `update(validate="after")`, a norm that turns out to clip costs this in addition: all steps of the call are
-        run again.
+        With `update(validate="after")`, a norm that turns out to clip costs this in addition: all steps of the call run
+        again, with updates that wait for their norms.
 
         >>> import fpipe
         >>> step = fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h2(4), fpipe.merge(outputs=False))(fpipe.program(4))
         >>> program = fpipe.chain(fpipe.update("AdamW", clip=1.0, validate="after"), fpipe.steps(4))(step)
         >>> timeline = fpipe.simulate(program, fpipe.Costs(update=0.5))
-        >>> timeline.makespan, timeline.redone, round(timeline.pays, 3)
+        >>> timeline.makespan, timeline.rerun_makespan, round(timeline.break_even_share, 3)
         (101.0, 110.0, 0.082)
         """
         if self.program is None or self.costs is None or not is_post_validated(self.program):
@@ -178,9 +178,9 @@ class Timeline(HtmlRepr):
         return max(makespan_of(program.ops, iteration.starts, iteration.ends, self.ranks) for iteration in iterations)
 
     @property
-    def pays(self) -> float | None:
-        """The share of calls up to which doing them again costs less than waiting for each norm would."""
-        return None if not self.redone else 1 - self.makespan / self.redone
+    def break_even_share(self) -> float | None:
+        """The share of calls that may run again before it is cheaper to wait for each norm."""
+        return None if not self.rerun_makespan else 1 - self.makespan / self.rerun_makespan
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -194,8 +194,8 @@ class Timeline(HtmlRepr):
 
     @cached_property
     def _transfers_by_iteration(self) -> tuple[tuple[Transfer, ...], ...]:
-        if self.moved is not None or self.program is None or self.costs is None:
-            return self.moved or ()
+        if self.simulated_transfers is not None or self.program is None or self.costs is None:
+            return self.simulated_transfers or ()
         iterations = simulate_iterations(self.program, self.costs, self.rounds)
         return tuple(tuple(iteration.transfers) for iteration in iterations)
 
@@ -244,14 +244,14 @@ class Timeline(HtmlRepr):
     @property
     def in_bytes(self) -> bool:
         """Whether memory is counted in bytes, rather than microbatches."""
-        return self.steps is not None
+        return self.memory_changes is not None
 
-    def held(self, rank: int) -> list[tuple[float, float]]:
+    def memory_curve(self, rank: int) -> list[tuple[float, float]]:
         """Return the memory of a rank in the first iteration: (seconds, amount) from each change on, as `peak` counts.
 
         >>> import fpipe
         >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(1))(fpipe.program(1))
-        >>> fpipe.simulate(program).held(0)
+        >>> fpipe.simulate(program).memory_curve(0)
         [(0.0, 1.0), (1.0, 2.0), (4.0, 1.0), (6.0, 0.0)]
         """
         if rank not in range(self.ranks):
@@ -259,25 +259,25 @@ class Timeline(HtmlRepr):
         return [*self._memory_curves[rank]]
 
     @property
-    def lacking(self) -> dict[int, float]:
-        """Bytes that each rank lacks on its cluster, for ranks that hold too many; parameters do not count.
+    def excess_bytes(self) -> dict[int, float]:
+        """Bytes by which each rank that holds too many exceeds its memory on the cluster, without parameters.
 
         >>> import fpipe
         >>> costs = fpipe.Costs(bytes={name: 8e9 * (name == "res") for name in "x t w y dx g loss res".split()})
         >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(1))(fpipe.program(1))
-        >>> fpipe.simulate(program, costs, cluster="1 rank; rank 0 memory 20GB").lacking
+        >>> fpipe.simulate(program, costs, cluster="1 rank; rank 0 memory 20GB").excess_bytes
         {0: 12000000000.0}
         """
         if self.costs is None or self.costs.cluster is None or self.costs.bytes is None:
-            raise ValueError("lacking memory needs a cluster and bytes: simulate(cluster=), Costs(bytes=).")
+            raise ValueError("excess memory needs a cluster and bytes: simulate(cluster=), Costs(bytes=).")
         pairs = enumerate(zip(self.peak, self.costs.cluster.memory, strict=False))
         return {rank: peak - memory for rank, (peak, memory) in pairs if peak > memory}
 
     @cached_property
     def _memory_curves(self) -> list[list[tuple[float, float]]]:
         # One walk over the ops finds the changes of all ranks; a walk for each made 3/4 of the time of a large picture.
-        if self.steps is not None:
-            return memory_curves(self.steps, [1] * self.ranks)
+        if self.memory_changes is not None:
+            return memory_curves(self.memory_changes, [1] * self.ranks)
         if self.program is None:
             return [[] for _ in range(self.ranks)]
         changes = residual_changes(self.program, self.starts, self.ends, self._transfers_by_iteration[0])
@@ -286,8 +286,8 @@ class Timeline(HtmlRepr):
     def __str__(self) -> str:
         peaks = ", ".join(format_amount(peak, self.in_bytes) for peak in self.peak)
         rounds_text = f"{self.rounds} iterations, each {self.steady:g}, " if self.rounds > 1 else ""
-        redone = self.redone
-        redo_text = "" if redone is None else f" ({redone:g} to do it again: pays below {self.pays:.1%} of calls)"
+        rerun, break_even = self.rerun_makespan, self.break_even_share
+        redo_text = "" if rerun is None else f" ({rerun:g} to do it again: pays below {break_even:.1%} of calls)"
         times = f"makespan {self.makespan:g}{redo_text}, span {self.span:g}, bubble {self.bubble:.1%}"
         return f"{rounds_text}{times}, peak per rank [{peaks}]"
 

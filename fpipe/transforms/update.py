@@ -62,7 +62,7 @@ def update(
         validate: "before" an update its norm is known; "after" it, updates do not wait: each step goes on as if its
             norm were below the clip, `result.valid` tells whether it was, and where one was not, all steps of the call
             are done again from what was handed in, with updates that wait. Results are the same, bit by bit, and
-            `Timeline.redone` says when it pays.
+            `Timeline.break_even_share` says when it pays.
         grads: whether the gradients are a result too, as they are before they are clipped.
         loss_scale: of float16: "dynamic" multiplies the loss's gradient by a scale that a step is handed, as a number
             such as 2.0**16 or as `result.scale`, and divides the gradients by it. Where one is infinite or NaN, nothing
