@@ -128,8 +128,9 @@ class Model(HtmlRepr):
     `per_example` says that each row of a microbatch is handed parameters of its own, as `fpipe.per_example` makes it:
     their gradients come row by row. `leaf_order` lists the names of the parameters that train in the order of the net's
     `named_parameters()`, in which norms are stacked; parameters of functions come stage by stage. `report` says what is
-    where, if a front door knows: the model prints as it. `held` knows what modules held when a front door made the
-    model, and refuses to go on where that has changed.
+    where, if a front door knows: the model prints as it. `labels` are, of a net that computes its
+    cross entropy, the path of the labels among its inputs and the class that it ignores. `held` knows what modules held
+    when a front door made the model, and refuses to go on where that has changed.
 
     >>> scale = Stage(lambda params, x: x * params["w"])
     >>> add = Stage(lambda params, x: x[0] + x[1])
@@ -148,6 +149,7 @@ class Model(HtmlRepr):
     function: LossFunction | None = None
     per_example: bool = False
     leaf_order: tuple[str, ...] = ()
+    labels: tuple[str, int] | None = field(default=None, repr=False)
     report: Any = field(default=None, compare=False, repr=False)
     held: Any = field(default=None, compare=False, repr=False)
 

@@ -197,6 +197,15 @@ def test_inputs_may_be_keywords_and_the_net_may_compute_the_loss() -> None:
         step(params, ({"a": inputs["a"], "b": inputs["b"]}, None))
 
 
+def test_one_tensor_may_be_the_example_of_several_inputs() -> None:
+    """Used to trace one input for both, so that steps read the ids where they were handed labels, as in the page."""
+    torch.manual_seed(0)
+    net, inputs, rows = TwoTowers(), keywords(), torch.randn(4, WIDTH)
+    model, params, _ = fpipe.from_module(net, 2, example=dict.fromkeys(inputs, rows))
+    loss = fpipe.build(pipeline(model, 2), model)(params, (inputs, None)).loss
+    torch.testing.assert_close(loss, net(**inputs)["loss"])
+
+
 class LossAmongOutputs(nn.Module):
     """A net that passes its arguments on, and returns outputs and loss together, as nanoGPT does."""
 

@@ -391,6 +391,8 @@ def step_on(target: Tensor, loss: Any, reduction: Any = "mean", microbatches: in
         (UNEVEN, FlatLabelLoss(nn.CrossEntropyLoss()).loss, -100),
         (UNEVEN.where(UNEVEN >= 0, 4), FlatLabelLoss(nn.CrossEntropyLoss(ignore_index=4)).loss, 4),
         (UNEVEN.where(UNEVEN >= 0, 4), partial(entropy, ignore_index=4), 4),
+        (UNEVEN.where(UNEVEN >= 0, 4), lambda y, t: entropy(y, t, ignore_index=4), 4),
+        (UNEVEN.where(UNEVEN >= 0, -1), lambda y, t: entropy(y, t.int().long(), ignore_index=-1), -1),
     ],
 )
 def test_padded_labels_under_a_mean_warn_at_the_first_step(target: Tensor, loss: Any, ignored_class: int):
@@ -432,16 +434,27 @@ def test_padding_is_compared_between_presplit_microbatches(target: Tensor, is_wa
     assert [str(warning.message)[: len(message)] for warning in caught] == [message] * is_warned
 
 
+def test_a_class_that_only_the_code_of_a_loss_ignores_is_found_in_presplit_steps():
+    model = fpipe.from_functions([embedded], lambda y, t: entropy(y, t["labels"], ignore_index=4))
+    program = fpipe.chain(fpipe.split(2, presplit=True), fpipe.merge())(fpipe.program(model))
+    targets = [{"labels": labels} for labels in UNEVEN.where(UNEVEN >= 0, 4).split(2)]
+    step = fpipe.build(program, model)
+    with pytest.warns(UserWarning, match=re.escape("target['labels'] holds 4, a class that the loss does not count")):
+        step(({"e": torch.eye(5)},), ([*IDS.split(2)], targets))
+    step(({"e": torch.eye(5)},), ([*IDS.split(2)], targets))  # said once
+
+
 class NetWithLoss(nn.Module):
     """A net that computes its loss, like models of transformers: over all labels of a step if given their number."""
 
-    def __init__(self, p: float = 0.0) -> None:
+    def __init__(self, p: float = 0.0, ignored_class: int = -100) -> None:
         super().__init__()
+        self.ignored_class = ignored_class
         self.blocks = nn.Sequential(nn.Embedding(5, 8), nn.Dropout(p), nn.Linear(8, 8), nn.Linear(8, 5))
 
     def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         label_reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = entropy(self.blocks(ids), labels, reduction=label_reduction)
+        loss = entropy(self.blocks(ids), labels, reduction=label_reduction, ignore_index=self.ignored_class)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
@@ -467,6 +480,18 @@ def test_a_net_with_num_items_in_batch_trains_on_the_mean_of_labels(number_type:
         assert torch.allclose(
             step(params, (other_inputs, None)).loss, entropy(net.blocks(IDS), UNEVEN) * count / (count + 1)
         )
+
+
+@pytest.mark.parametrize("ignored_class", [-100, -1, 4])
+def test_a_net_that_computes_its_loss_warns_of_labels_that_are_padded_only_in_a_step(ignored_class: int):
+    """Used to look for -100 alone at the step, and at the cut to take token ids for labels."""
+    whole = IDS % 4
+    labels = whole.where(UNEVEN >= 0, ignored_class)
+    example = {"ids": IDS, "labels": whole}
+    model, params, _ = fpipe.from_module(NetWithLoss(ignored_class=ignored_class), 2, example=example)
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    with pytest.warns(UserWarning, match=re.escape(f"inputs['labels'] holds {ignored_class}, a class that")):
+        step(params, ({"ids": IDS, "labels": labels}, None))
 
 
 @pytest.mark.filterwarnings("ignore:.* holds -100")

@@ -51,6 +51,7 @@ class StepInputs:
         state: module state, one pytree per stage, or None.
         optim: the values that an update reads, or None.
         key: the random key, if the program draws.
+        warns: whether to look for padding that makes the loss a wrong mean, once the loss is traced.
     """
 
     params: Any
@@ -58,6 +59,7 @@ class StepInputs:
     state: Any = None
     optim: Optim = None
     key: Keys = None
+    warns: bool = False
 
     @property
     def trees(self) -> tuple[Any, Any, Any, Any]:
@@ -140,17 +142,23 @@ class Step:
             refuse_unsupported_modes()
             keys = check_key(self._program, extra, key)
             tree.register_mappings(batch)
-            if self.warns:
-                self.warns = False
-                warn_of_padding(self._program, self._model, batch)
-            return self.run(StepInputs(params, batch, state, check_optim(self._program, opt, lr, scale), keys))
+            warns = self.warns and not warn_of_padding(self._program, self._model, batch, self._model.labels)
+            self.warns = False
+            return self.run(StepInputs(params, batch, state, check_optim(self._program, opt, lr, scale), keys, warns))
 
 
-def warn_of_padding(program: Program, model: Model, batch: Any) -> None:
-    """Warn if the loss ignores labels and the means of microbatches are averaged: that is not the batch's mean."""
+def warn_of_padding(program: Program, model: Model, batch: Any, labels: tuple[str, int] | None = None) -> bool:
+    """Warn if the loss ignores labels and the means of microbatches are averaged: that is not the batch's mean.
+
+    Args:
+        labels: the path of the labels in the batch and the ignored class, if they are known.
+
+    Returns:
+        Whether it warned.
+    """
     split_settings = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     if model.reduction != "mean" or (program.microbatches == program.steps and "axis" not in split_settings):
-        return
+        return False
     presplit = "presplit" in split_settings
     batches: list[Any] = batch if program.steps > 1 and isinstance(batch, list) else [batch]
     for step_batch in batches:
@@ -159,10 +167,11 @@ def warn_of_padding(program: Program, model: Model, batch: Any) -> None:
             pair = tuple(zip(*step_batch, strict=True))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         if not _is_pair(pair):
             continue  # a wrong batch, which the step refuses
-        warning = describe_padding(model.loss, pair, presplit=presplit)  # pyright: ignore[reportUnknownArgumentType]
+        warning = describe_padding(model.loss, pair, labels, presplit=presplit)  # pyright: ignore[reportUnknownArgumentType]
         if warning:
             warnings.warn(warning, stacklevel=3)
-            return
+            return True
+    return False
 
 
 def _is_pair(batch: Any) -> bool:

@@ -24,7 +24,7 @@ from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.ambient import refuse_unsupported_modes
 from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
-from fpipe.meaning.single_device.params_and_state import check_batch, describe_padding
+from fpipe.meaning.single_device.params_and_state import IGNORED, check_batch, describe_padding
 from fpipe.meaning.stages.outputs import with_rows_named
 from fpipe.model import LossFunction, Model, Reduction, Stage
 from fpipe.models.cutting.batch_guard import BatchGuard
@@ -123,8 +123,10 @@ def from_module(
         warnings.warn("\n".join(exported.explanations), stacklevel=2)
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
     result = graph.output if loss is not None else _loss_of(graph.output)
-    if reduction == "mean":
-        _warn_of_padding(graph, loss, batch)
+    labels = None if loss is not None else _labels_of(graph, _inputs(graph, batch[0]))
+    message = describe_padding(loss, batch, labels) if reduction == "mean" else ""
+    if message:
+        warnings.warn(message, stacklevel=2)
     # 3) Cut the graph at the marks into stage functions, and make a model of them.
     marked = MarkedGraph(graph)
     tensors = with_untrained(marked, tensors)
@@ -148,7 +150,13 @@ def from_module(
         name for name, canonical_name in tensors.canonical_names.items() if name == canonical_name and name in leaves
     )
     model = replace(
-        model, stages=tuple(stages_of), report=report, held=fingerprint, frozen=frozen, leaf_order=leaf_order
+        model,
+        stages=tuple(stages_of),
+        report=report,
+        held=fingerprint,
+        frozen=frozen,
+        leaf_order=leaf_order,
+        labels=labels,
     )
     params = tuple({name: leaves[name].detach() for name in owned} for owned in cut.owned)
     state = tuple(run.state() for run in cut.stages)
@@ -235,13 +243,17 @@ def _warn_of_fixed_rows(guard: BatchGuard) -> None:
         )
 
 
-def _warn_of_padding(graph: NetGraph, loss: Callable[[Any, Any], Any] | None, batch: tuple[Any, Any]) -> None:
-    """Warn of labels that the loss, or the net's cross entropy, ignores by its ignore_index."""
-    # Under a mean over each microbatch, microbatches with fewer labels that count would weigh as much as others.
-    losses = [node for node in graph.module.graph.nodes if node.target in _CROSS_ENTROPIES and len(node.args) > 4]
-    message = describe_padding(loss, batch, losses[0].args[4] if loss is None and losses else None)  # its ignore_index
-    if message:
-        warnings.warn(message, stacklevel=3)
+def _labels_of(graph: NetGraph, inputs: Any) -> tuple[str, int] | None:
+    """Return the path of the labels of the net's cross entropy among the inputs, and its ignore_index."""
+    path_by_node = {leaf: path for path, leaf in tree.paths(inputs) if isinstance(leaf, fx.Node)}
+    for node in (node for node in graph.module.graph.nodes if node.target in _CROSS_ENTROPIES):
+        # Labels are shifted, flattened and cast on their way: ops whose first argument is the tensor itself.
+        labels: Any = node.args[1]
+        while isinstance(labels, fx.Node) and labels not in path_by_node:
+            labels = labels.args[0] if labels.args else None
+        if labels is not None:
+            return path_by_node[labels], node.args[4] if len(node.args) > 4 else IGNORED  # pyright: ignore[reportReturnType]
+    return None
 
 
 _CROSS_ENTROPIES: Any = (torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss_nd.default)

@@ -89,7 +89,7 @@ def compare_undivided(
         return report_with(cause, differs=True)
     # 3. Say what differs, and the likeliest cause.
     losses_agree = means_agree_to_rounding(microbatch_result.loss, loss, precision.eps)
-    padding = describe_padding(model.loss, arguments.batch) if model.reduction == "mean" else ""
+    padding = describe_padding(model.loss, arguments.batch, model.labels) if model.reduction == "mean" else ""
     if reasons and loss_of_outputs is None and padding:
         return report_with(padding, differs=True)
     if reasons and (loss_of_outputs is None or losses_agree):

@@ -261,7 +261,7 @@ IGNORED = -100
 """The class that torch's losses ignore by default."""
 
 
-def describe_padding(loss: Any, batch: Any, ignored: int | None = None, *, presplit: bool = False) -> str:
+def describe_padding(loss: Any, batch: Any, labels: tuple[str, int] | None = None, *, presplit: bool = False) -> str:
     """Return a warning if rows have different numbers of labels that the loss ignores, else "".
 
     The mean over microbatches of their means is then not the mean over the batch's labels.
@@ -269,11 +269,11 @@ def describe_padding(loss: Any, batch: Any, ignored: int | None = None, *, presp
     Args:
         loss: the model's loss; None if the net computes it from labels among its inputs.
         batch: inputs and target; of a batch that is split already two lists, with one entry for each microbatch.
-        ignored: the ignored class, if it is not the loss's own.
+        labels: the path of the labels in the target, or the inputs, and the ignored class, if they are known.
         presplit: whether the batch is split already; then microbatches are compared, not rows.
     """
     name, side = ("inputs", 0) if loss is None else ("target", 1)
-    ignored = _ignored_class(loss) if ignored is None else ignored
+    labels_path, ignored = labels or (None, _ignored_class(loss))
     if ignored is None:
         return ""
     remedy = (
@@ -285,16 +285,16 @@ def describe_padding(loss: Any, batch: Any, ignored: int | None = None, *, presp
         return ""
     parts = [[*tree.paths(part)] for part in (batch[side] if presplit else [batch[side]])]
     for leaves in zip(*parts, strict=False):
-        path, labels = leaves[0][0], [leaf for _, leaf in leaves]
-        if not all(map(_may_be_labels, labels)):
+        path, leaves_of_parts = leaves[0][0], [leaf for _, leaf in leaves]
+        if labels_path not in (None, path) or not all(map(_may_be_labels, leaves_of_parts)):
             continue
         if presplit:
             # A mean weighs microbatches by their rows: it is right where all count equally many labels for each row.
-            differ = len({Fraction(int((leaf != ignored).sum()), len(leaf)) for leaf in labels}) > 1
-            differ = differ and any(bool((leaf == ignored).any()) for leaf in labels)
+            differ = len({Fraction(int((leaf != ignored).sum()), len(leaf)) for leaf in leaves_of_parts}) > 1
+            differ = differ and any(bool((leaf == ignored).any()) for leaf in leaves_of_parts)
         else:
             # Ignored labels of each row: if all rows have equally many, all microbatches' means weigh alike.
-            counts = (labels[0] == ignored).reshape(len(labels[0]), -1).sum(1)
+            counts = (leaves_of_parts[0] == ignored).reshape(len(leaves_of_parts[0]), -1).sum(1)
             differ = bool((counts != counts[0]).any())
         if differ:
             return (

@@ -43,7 +43,8 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     """
     _refuse_unexportable(net)
     refuse_sharded(tree.leaves(inputs), "the example")
-    args, kwargs = call_arguments(double_single_rows(inputs))
+    # torch.export gives one placeholder to arguments that are one object, as the ids and labels of an example may be.
+    args, kwargs = call_arguments(tree.tree_map(_alias, double_single_rows(inputs)))
     signature = _bindable_signature(net, args, kwargs)
     shapes: Any = tree.tree_map(_dynamic_dims, dict(signature.bind(*args, **kwargs).arguments))
     attributes = AttributeSnapshot([*net.named_modules()], with_containers=True)
@@ -211,6 +212,10 @@ def double_single_rows(inputs: Any) -> Any:
     """Return inputs, doubled if they have a single row, since torch specializes a trace to a size of 1."""
     leaves = [leaf for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     return tree.tree_map(_double_rows, inputs) if all(len(leaf) == 1 for leaf in leaves) else inputs
+
+
+def _alias(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _double_rows(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe import tree
 from fpipe.graphs.compiling.inductor import compile_all
 from fpipe.meaning.devices import find_moves, input_homes
 from fpipe.meaning.inputs_and_results import check_inputs, make_context
@@ -20,13 +21,13 @@ from fpipe.meaning.purity.ambient import raw_ops
 from fpipe.meaning.purity.sharded import local_shard
 from fpipe.meaning.recorder import Notes, RecordedRow, Recorder
 from fpipe.meaning.single_device.result import Result
-from fpipe.meaning.step import StepInputs, StepOptions
+from fpipe.meaning.step import StepInputs, StepOptions, warn_of_padding
 from fpipe.model import Model
 from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.host_lanes import lanes_of, made_async
 from fpipe.runtimes.lowering.lane import See, Watch
 from fpipe.runtimes.lowering.lower import lower
-from fpipe.runtimes.lowering.lowered import AbstractTree, Lowered
+from fpipe.runtimes.lowering.lowered import AbstractTree, Lowered, unflatten_value
 from fpipe.runtimes.lowering.rank_part import RankPart, Slots, Tap
 from fpipe.runtimes.lowering.slots import (
     ProcessContext,
@@ -38,6 +39,9 @@ from fpipe.runtimes.lowering.slots import (
 )
 from fpipe.runtimes.lowering.stage_calls import UntracedStages
 
+_MEANS_OVER_LABELS: Any = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+_MEAN = 1  # torch's number of reduction="mean"
+_TARGETS = ("t", "target")
 DONATED_PARAMS_OVERWRITTEN = (
     "params and opt were donated to this step, and are overwritten in part: load them from a checkpoint."
 )
@@ -118,6 +122,8 @@ class PreparedStep:
         check_finite = self.options.check_finite
         if self.model.held is not None:
             self.model.held.refuse_rebound(self.homes)
+        for labels in self._ignored_labels() if inputs.warns else ():
+            warn_of_padding(self.program, self.model, inputs.batch, labels)
         leaves = [*map(local_shard, leaves)]
         with raw_ops():
             slots = self.entrance.fill(leaves, inputs.key)
@@ -147,6 +153,25 @@ class PreparedStep:
         constants = [leaf for slot, _ in self.entrance.constants for leaf in slots[slot]]
         return self.recorder.begin([*leaves, *constants, *_constant_leaves(self.lowered)])
 
+    def _ignored_labels(self) -> list[tuple[str, int]]:
+        """Return the path in the target and the ignored class of each mean over labels in the trace of the loss."""
+        labels: list[tuple[str, int]] = []
+        ops = (instruction.ops[0] for instruction in self.instructions)
+        # A microbatch's target, since a batch may be split already, or be one of several.
+        target = next((value for op in ops if op.kind == "F" for value in op.reads if value.name in _TARGETS), None)
+        paths = [] if target is None else tree.paths(_indices_like(self.trees[target]))
+        for graph in self.lowered.graphs.get(None, ()):
+            nodes = {node.name: node for node in graph.nodes}
+            index_by_name = {name: index for index, name in enumerate(graph.reads.get("target", ()))}
+            for node in (node for node in graph.nodes if node.op in _MEANS_OVER_LABELS and node.args[3] == _MEAN):
+                # Labels are flattened and cast on their way, by ops whose first argument they are.
+                name = node.args[1]
+                while name in nodes and nodes[name].args:
+                    name = nodes[name].args[0]
+                if name in index_by_name:
+                    labels.append((paths[index_by_name[name]][0], node.args[4]))
+        return labels
+
     @property
     def rank_parts(self) -> Sequence[RankPart]:
         """Return the parts of ranks that run in this process."""
@@ -157,6 +182,10 @@ class PreparedStep:
 
     def _program_with_outputs(self, program: Program) -> Program:
         return program
+
+
+def _indices_like(abstract: AbstractTree) -> Any:
+    return unflatten_value(abstract, range(len(abstract.leaves)))
 
 
 def _constants_of(model: Model, storages: dict[int, int]) -> dict[Value, AbstractTree]:
