@@ -5,20 +5,18 @@ A test takes each wait out in turn, and sees that the checker reports it.
 
 from __future__ import annotations
 
-import faulthandler
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fpipe
-from tests.fake_accelerator import COMPILER, build_library, register_device
-from tests.fake_accelerator.group import register
+from tests.fake_accelerator import COMPILER
 from tests.fake_accelerator.mutations import Wait, find_waits, without_wait
 from tests.fake_accelerator.process_scenarios import PROCESS_SCENARIOS
+from tests.fake_accelerator.processes import processes_with_device
 from tests.fake_accelerator.scenarios import SCENARIOS, pipeline_of, schedules, timeline_of
 from tests.processes import Processes
 
@@ -29,35 +27,15 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    faulthandler.cancel_dump_traceback_later()  # a busy machine compiles for longer than a test may take
-    cache = getattr(request.config, "cache", None)
-    return build_library(tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("fake_accelerator"))
-
-
-@contextmanager
-def processes_with_device(library: Path, count: int) -> Generator[Processes]:
-    """Start processes with the fake device: once registered it stays, and other tests must run without it."""
-    with Processes(count) as workers:
-        workers.run(prepare_process, library)
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes_with_device(request, tmp_path_factory, 1) as workers:
         yield workers
 
 
 @pytest.fixture(scope="module")
-def processes(library: Path) -> Iterator[Processes]:
-    with processes_with_device(library, 1) as workers:
-        yield workers
-
-
-@pytest.fixture(scope="module")
-def pair(library: Path) -> Iterator[Processes]:
-    with processes_with_device(library, 2) as two:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes_with_device(request, tmp_path_factory, 2) as two:
         yield two
-
-
-def prepare_process(rank: int, library: Path) -> None:
-    register_device(library)
-    register()
 
 
 def run_scenario(rank: int, name: str) -> list[str]:

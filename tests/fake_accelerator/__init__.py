@@ -1,6 +1,6 @@
 """Build the fake accelerator, and make a process know it.
 
-device.cpp, happens_before.h        --> built -->        a library        --> known -->        torch.device("fake:0")
+device.cpp, its headers        --> built -->        a library        --> known -->        torch.device("fake:0")
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 def build_library(folder: Path) -> Path:
     """Return the library in a folder; compile it unless one of these sources and this torch is there."""
-    sources = [FOLDER / "device.cpp", FOLDER / "happens_before.h"]
+    sources = [FOLDER / "device.cpp", FOLDER / "capture.h", FOLDER / "happens_before.h"]
     fingerprint = b"".join(source.read_bytes() for source in sources) + torch.__version__.encode()
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"fake_accelerator_{hashlib.sha256(fingerprint).hexdigest()[:16]}.so"
@@ -51,8 +51,41 @@ def register_device(library: Path) -> None:
     module = types.ModuleType("torch.fake")
     module.is_available = module.is_initialized = lambda: True
     module.device_count, module.current_device = ops.count, ops.current
-    module._is_in_bad_fork, module.manual_seed_all = lambda: False, lambda seed: None
+    module.default_generators = tuple(ops.default_generator(index) for index in range(ops.count()))
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: [generator.manual_seed(seed) for generator in module.default_generators]
+    module.Graph, module.is_current_stream_capturing = Graph, ops.is_capturing
+    module.graph_pool_handle = lambda: (ops.new_pool(), 0)
     torch._register_device_module("fake", module)
+
+
+class Graph:
+    """A graph of ops on the fake device, with the methods of `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self.ops = torch.ops.fake_accelerator
+        self.number = self.ops.new_graph()
+
+    def __del__(self) -> None:
+        self.ops.delete_graph(self.number)
+
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+        self.ops.capture_begin(self.number, 0 if pool is None else pool[0], capture_error_mode)
+
+    def capture_end(self) -> None:
+        self.ops.capture_end(self.number)
+
+    def replay(self) -> None:
+        self.ops.replay(self.number)
+
+    def reset(self) -> None:
+        self.ops.reset_graph(self.number)
+
+    def pool(self) -> tuple[int, int]:
+        return self.ops.pool_of(self.number), 0
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self.ops.register_generator(self.number, generator)
 
 
 def reports_of(run: Callable[[], object]) -> list[str]:

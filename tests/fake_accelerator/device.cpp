@@ -8,6 +8,7 @@
 // copy that blocks, one between devices, `item()`), so does this. Time is that of the streams: an op takes as long as
 // it has elements, and starts once its stream, and what that waits for, is there.
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -15,6 +16,7 @@
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/native_dropout_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/record_function.h>
@@ -25,46 +27,43 @@
 #include <atomic>
 #include <cstdlib>
 
-#include "happens_before.h"
+#include "capture.h"
 
 namespace fake {
 
-constexpr c10::DeviceIndex DEVICES = 4;
-constexpr auto KIND = c10::DeviceType::PrivateUse1;
 constexpr double SECONDS_PER_BYTE = 1e-6;
 
 Checker& checker() {
-  static Checker* one = [] {
-    auto* made = new Checker;
-    made->add(-1);  // the host
-    for (int n = 0; n < DEVICES; ++n) made->shared.insert(made->add(n));  // and the default stream of each device
-    return made;
+  static Checker* checker = [] {
+    auto* checker = new Checker;
+    checker->add(-1);  // the host
+    for (int n = 0; n < DEVICES; ++n) checker->shared.insert(checker->add(n));  // and the default stream of each device
+    return checker;
   }();
-  return *one;
+  return *checker;
 }
-using Locked = std::lock_guard<std::recursive_mutex>;
 
-// Streams: 0 is the default one of its device, and each other has the number of its agent.
 thread_local c10::DeviceIndex current = 0;
 thread_local std::array<c10::StreamId, DEVICES> streams{};
 // This thread of the host, on the time of the streams; 0 once all is reset.
 std::atomic<int> resets{0};
-struct Now {
+struct HostTime {
   double time = 0;
-  int of = 0;
+  int reset = 0;
   operator double() {
-    if (std::exchange(of, resets) != resets) time = 0;
+    if (std::exchange(reset, resets) != resets) time = 0;
     return time;
   }
-  void reach(double other) { time = std::max(double(*this), other); }
+  void reach(double event_time) { time = std::max(double(*this), event_time); }
 };
-thread_local Now now;
+thread_local HostTime now;
+double host_time() { return now; }
 
-Agent agent(c10::Stream one) { return one.id() ? one.id() : 1 + one.device_index(); }
-Agent agent_on(c10::DeviceIndex device) { return streams[device] ? streams[device] : 1 + device; }
-void synchronize(Agent who) {
-  checker().synchronize(who);
-  now.reach(checker().time(who));
+Agent agent_of(c10::Stream stream) { return stream.id() ? stream.id() : 1 + stream.device_index(); }
+void synchronize(Agent stream, const std::string& name) {
+  refuse_wait(name);
+  checker().synchronize(stream);
+  now.reach(checker().time(stream));
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -91,83 +90,94 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, known(on), checker().add(known(on).index()));
   }
   c10::Stream getStreamFromGlobalPool(c10::Device on, bool) const override { return getNewStream(on); }
-  c10::Stream exchangeStream(c10::Stream one) const override {
-    auto before = getStream(one.device());
-    streams[one.device_index()] = one.id();
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto before = getStream(stream.device());
+    streams[stream.device_index()] = stream.id();
     return before;
   }
-  bool queryStream(const c10::Stream& one) const override {
-    synchronizeStream(one);
+  bool queryStream(const c10::Stream& stream) const override {
+    synchronizeStream(stream);
     return true;
   }
-  void synchronizeStream(const c10::Stream& one) const override {
+  void synchronizeStream(const c10::Stream& stream) const override {
     Locked held(checker().lock);
-    synchronize(agent(one));
+    synchronize(agent_of(stream), "synchronize");
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
     Locked held(checker().lock);
-    for (Agent who = 1; who < checker().count(); ++who)
-      if (checker().device(who) == index) synchronize(who);
+    for (Agent stream = 1; stream < checker().count(); ++stream)
+      if (checker().device(stream) == index) synchronize(stream, "synchronize");
   }
-  void record(void** event, const c10::Stream& one, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     Locked held(checker().lock);
     if (!*event) *event = new Event;
-    checker().record(agent(one), *static_cast<Event*>(*event));
+    record_event(agent_of(stream), *static_cast<Event*>(*event));
   }
-  void block(void* event, const c10::Stream& one) const override {
+  void block(void* event, const c10::Stream& stream) const override {
     Locked held(checker().lock);
-    if (event) checker().wait(agent(one), *static_cast<Event*>(event));
+    if (event) wait_event(agent_of(stream), *static_cast<Event*>(event));
   }
-  bool queryEvent(void* event) const override {  // asked again, it has happened meanwhile
-    Locked held(checker().lock);
-    if (!event) return true;
-    auto& asked = *static_cast<Event*>(event);
-    bool before = std::exchange(asked.asked, true) || checker().passed(asked);
-    if (before) synchronizeEvent(event);
-    return before;
+  // The event of a handle, for the host to ask.
+  static Event& event_of(void* handle, const char* name) {
+    refuse_wait(name);
+    auto& event = *static_cast<Event*>(handle);
+    TORCH_CHECK(!event.capture, "fake: `", name, "` of an event that was recorded in a capture; record it outside.");
+    return event;
   }
-  void synchronizeEvent(void* event) const override {
+  bool queryEvent(void* handle) const override {  // asked again, it has happened meanwhile
     Locked held(checker().lock);
-    if (!event) return;
-    checker().synchronize(*static_cast<Event*>(event));
-    now.reach(static_cast<Event*>(event)->time);
+    if (!handle) return true;
+    auto& event = event_of(handle, "event.query");
+    bool has_passed = std::exchange(event.asked, true) || checker().passed(event);
+    if (has_passed) synchronizeEvent(handle);
+    return has_passed;
+  }
+  void synchronizeEvent(void* handle) const override {
+    Locked held(checker().lock);
+    if (!handle) return;
+    auto& event = event_of(handle, "event.synchronize");
+    checker().synchronize(event);
+    now.reach(event.time);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  double elapsedTime(void* one, void* other, const c10::DeviceIndex) const override {
+  double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     Locked held(checker().lock);
-    auto &first = *static_cast<Event*>(one), &last = *static_cast<Event*>(other);
+    auto &first = event_of(start, "event.elapsed_time"), &last = event_of(end, "event.elapsed_time");
     TORCH_CHECK(checker().passed(first) && checker().passed(last), "fake: an event has not happened yet");
     return (last.time - first.time) * 1e3;
   }
-  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& one) const override {
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     Locked held(checker().lock);
-    checker().record_stream(reinterpret_cast<uintptr_t>(data.get()), agent(one));
+    checker().record_stream(reinterpret_cast<uintptr_t>(data.get()), agent_of(stream));
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
-// Memory: of the device that is current, for the stream that is; or of the host, pinned.
-void* taken(size_t bytes, Agent owner) {
-  void* made = nullptr;
-  TORCH_CHECK(posix_memalign(&made, 64, std::max<size_t>(bytes, 1)) == 0, "out of memory");
+// Memory: of the device that is current, for the stream that is; or of the host, pinned. What is allocated while that
+// stream is captured is of the graph's pool.
+void* allocate_memory(size_t bytes, Agent owner) {
   Locked held(checker().lock);
-  checker().allocated(reinterpret_cast<uintptr_t>(made), std::max<size_t>(bytes, 1), owner);
-  return made;
+  auto* capture = capture_of(agent_on(current));
+  // A pool has sizes in steps, so that tensors of nearby sizes are handed the same memory, as on CUDA.
+  bytes = capture ? (bytes + 511) / 512 * 512 : bytes;
+  bytes = std::max<size_t>(bytes, 1);
+  if (auto low = capture ? checker().take_unused(capture->pool, bytes, owner) : 0) return reinterpret_cast<void*>(low);
+  void* memory = nullptr;
+  TORCH_CHECK(posix_memalign(&memory, 64, bytes) == 0, "out of memory");
+  checker().allocated(reinterpret_cast<uintptr_t>(memory), bytes, owner, capture ? capture->pool : 0);
+  return memory;
 }
-void given_back(void* made) {
-  {
-    Locked held(checker().lock);
-    checker().release(reinterpret_cast<uintptr_t>(made));
-  }
-  free(made);
+void release_memory(void* memory) {
+  Locked held(checker().lock);
+  if (checker().release(reinterpret_cast<uintptr_t>(memory))) free(memory);
 }
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* made = taken(bytes, agent_on(current));
-    return {made, made, &given_back, Guard::device(current)};
+    void* memory = allocate_memory(bytes, agent_on(current));
+    return {memory, memory, &release_memory, Guard::device(current)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &given_back; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_memory; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 Memory memory;
@@ -175,10 +185,10 @@ REGISTER_ALLOCATOR(KIND, &memory)
 
 struct Pinned final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* made = taken(bytes, HOST);
-    return {made, made, &given_back, at::kCPU};
+    void* memory = allocate_memory(bytes, HOST);
+    return {memory, memory, &release_memory, at::kCPU};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &given_back; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_memory; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   bool record_event(void*, void*, c10::Stream) override { return true; }
   void empty_cache() override {}
@@ -188,6 +198,60 @@ struct Pinned final : at::HostAllocator {
 };
 Pinned pinned;
 REGISTER_HOST_ALLOCATOR(KIND, &pinned)
+
+// Generators.
+void refuse_change_in_capture(const c10::Device& device) {
+  Locked held(checker().lock);
+  if (auto* capture = capture_of(agent_on(device.index())))
+    refuse(capture, "a generator is seeded or set while its stream is captured; do it before the replay.");
+}
+void FakeGenerator::set_current_seed(uint64_t seed) {
+  refuse_change_in_capture(device());
+  seed_ = seed;
+  offset_ = 0;
+}
+void FakeGenerator::set_offset(uint64_t offset) {
+  refuse_change_in_capture(device());
+  offset_ = offset;
+}
+uint64_t FakeGenerator::seed() {
+  set_current_seed(c10::detail::getNonDeterministicRandom());
+  return seed_;
+}
+void FakeGenerator::set_state(const c10::TensorImpl& state) {
+  refuse_change_in_capture(device());
+  const auto* numbers = static_cast<const uint64_t*>(state.data());
+  seed_ = numbers[0];
+  offset_ = numbers[1];
+}
+c10::intrusive_ptr<c10::TensorImpl> FakeGenerator::get_state() const {
+  auto state = at::empty({16}, at::kByte);
+  auto* numbers = static_cast<uint64_t*>(state.data_ptr());
+  numbers[0] = seed_;
+  numbers[1] = offset_;
+  return state.getIntrusivePtr();
+}
+FakeGenerator* FakeGenerator::clone_impl() const {
+  auto* generator = new FakeGenerator(device().index());
+  generator->seed_ = seed_;
+  generator->offset_ = offset_;
+  return generator;
+}
+at::Generator FakeGenerator::generator_at(uint64_t offset) const {
+  return at::detail::createCPUGenerator(seed_ + offset * 0x9E3779B97F4A7C15);
+}
+const at::Generator& default_generator(c10::DeviceIndex index) {
+  static std::vector<at::Generator> generators = [] {
+    std::vector<at::Generator> generators;
+    for (int n = 0; n < DEVICES; ++n) generators.push_back(at::make_generator<FakeGenerator>(n));
+    return generators;
+  }();
+  return generators[index < 0 ? current : index];
+}
+GeneratorPointer as_fake(const at::Generator& generator) {
+  TORCH_CHECK(generator.device().type() == KIND, "fake: expected a generator of fake, found one of ", generator.device());
+  return GeneratorPointer::reclaim_copy(static_cast<FakeGenerator*>(generator.unsafeGetGeneratorImpl()));
+}
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
@@ -201,32 +265,29 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return to < 0 ? current : std::exchange(current, to);
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
-  bool isPinnedPtr(const void* at) const override {
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<FakeGenerator>(index < 0 ? current : index);
+  }
+  bool isPinnedPtr(const void* address) const override {
     Locked held(checker().lock);
-    auto* block = checker().of(reinterpret_cast<uintptr_t>(at));
+    auto* block = checker().of(reinterpret_cast<uintptr_t>(address));
     return block && block->owner == HOST;
   }
 };
 
 // Ops.
-struct Extent {
-  uintptr_t low, high;
-};
-Extent extent(const at::Tensor& one) {
-  auto low = reinterpret_cast<uintptr_t>(one.const_data_ptr());
-  if (!one.numel()) return {low, low};
+Use use_of(const at::Tensor& tensor, bool writes) {
+  auto low = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  if (!tensor.numel()) return {low, low, writes};
   int64_t last = 0;
-  for (int64_t dim = 0; dim < one.dim(); ++dim) last += (one.size(dim) - 1) * one.stride(dim);
-  return {low, low + (last + 1) * one.element_size()};
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  return {low, low + (last + 1) * tensor.element_size(), writes};
 }
-void touch(Agent who, const at::Tensor& one, bool writes, const std::string& name) {
-  auto [low, high] = extent(one);
-  checker().access(who, low, high, writes, name);
-}
-double seconds(const at::Tensor& one) { return one.nbytes() * SECONDS_PER_BYTE; }
-at::Tensor on_host(const at::Tensor& one) {
-  return at::from_blob(const_cast<void*>(one.const_data_ptr()), one.sizes(), one.strides(),
-                       one.options().device(at::kCPU));
+double seconds(const at::Tensor& tensor) { return tensor.nbytes() * SECONDS_PER_BYTE; }
+at::Tensor on_host(const at::Tensor& tensor) {
+  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                       tensor.options().device(at::kCPU));
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
@@ -250,19 +311,24 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   {
     Locked held(checker().lock);
     auto device = out ? to.device().index() : from.device().index();
-    auto who = agent_on(device), other = back ? who : agent_on(to.device().index());
-    std::string name = out ? "copy to the device" : back ? "copy to the host" : who == other ? "copy" : "copy between devices";
-    Event ready, done;
-    checker().record(other, ready);
-    if (who != other) checker().wait(who, ready);
-    checker().queue(who, seconds(to), now);
-    touch(who, from, false, name);
-    touch(who, to, true, name);
-    checker().record(who, done);
-    if (who != other) checker().wait(other, done);
+    auto stream = agent_on(device), target_stream = back ? stream : agent_on(to.device().index());
+    std::string name = out ? "copy to the device" : back ? "copy to the host" : stream == target_stream ? "copy" : "copy between devices";
     bool pageable = (out && !from.is_pinned()) || (back && !to.is_pinned());
-    if ((out || back) && (!non_blocking || (back && pageable))) synchronize(who);
-    if (pageable) now.reach(done.time);
+    bool waits = (out || back) && (!non_blocking || (back && pageable));
+    if (waits) refuse_wait(name);
+    auto* capture = capture_for_work(stream, name);
+    if (capture && pageable) refuse(capture, "`" + name + "` uses memory that is not pinned; call pin_memory before.");
+    Work work{name, seconds(to), {use_of(from, false), use_of(to, true)}};
+    if (capture) {
+      capture->save(work.uses.back());
+      work.run = [source = on_host(from), target = on_host(to)] { target.copy_(source); };
+    }
+    if (stream != target_stream) make_wait(stream, target_stream);
+    queue(stream, std::move(work));
+    auto end = checker().time(stream);
+    if (stream != target_stream) make_wait(target_stream, stream);
+    if (waits) synchronize(stream, name);
+    if (pageable) now.reach(end);
   }
   (back ? to : on_host(to)).copy_(out ? from : on_host(from));
   return to;
@@ -271,117 +337,176 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   at::native::resize_(to, from.sizes());
   return copy_from(from, to, false);
 }
-at::Scalar local_scalar_dense(const at::Tensor& one) {
+at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   at::DisableRecordFunctionGuard unseen;
   {
     Locked held(checker().lock);
-    auto who = agent_on(one.device().index());
-    checker().queue(who, seconds(one), now);
-    touch(who, one, false, "item");
-    synchronize(who);
+    auto stream = agent_on(tensor.device().index());
+    refuse_wait("item");
+    queue(stream, {"item", seconds(tensor), {use_of(tensor, false)}});
+    synchronize(stream, "item");
   }
-  return on_host(one).item();
+  return on_host(tensor).item();
 }
-void record_stream(at::Tensor& one, c10::Stream stream) {
-  Guard().recordDataPtrOnStream(one.storage().data_ptr(), stream);
+void record_stream(at::Tensor& tensor, c10::Stream stream) {
+  Guard().recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
 struct Argument {
-  at::Tensor own, host;
-  bool writes;
+  at::Tensor tensor, host;
+  bool writes, reads;
 };
+
+// Whether the host reads a result, or how large it is.
+bool makes_host_wait(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  for (const auto& result : op.schema().returns())
+    if (result.type()->kind() != c10::TypeKind::TensorType && result.type()->kind() != c10::TypeKind::ListType) return true;
+  bool writes_number = stack.size() > 2 && stack[2].isTensor() && stack[2].toTensor().is_cpu();  // by masked_fill
+  for (const auto& value : stack)  // a mask as an index
+    if (value.isOptionalTensorList() && !writes_number)
+      for (const std::optional<at::Tensor>& index : value.toOptionalTensorList())
+        if (index && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte)) return true;
+  return op.hasTag(at::Tag::dynamic_output_shape) && op.schema().name() != "aten::index";
+}
+// Call the function with each tensor among the results of an op, in order, and put there what it returns.
+template <class Replace>
+void replace_results(torch::jit::Stack& stack, size_t count, Replace replace) {
+  for (size_t position = stack.size() - count; position < stack.size(); ++position) {
+    auto& value = stack[position];
+    if (value.isTensor()) {
+      value = replace(value.toTensor());
+    } else if (value.isTensorList()) {
+      auto tensors = c10::List<at::Tensor>();
+      for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(replace(tensor));
+      value = tensors;
+    }
+  }
+}
 
 // Any other op: on the host's view of its tensors, and what comes out in memory of the device.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::DisableRecordFunctionGuard unseen;
   const auto& schema = op.schema();
   auto name = schema.name().substr(schema.name().find("::") + 2);
-  auto count = schema.arguments().size(), base = stack->size() - count;
-  std::vector<Argument> all;
+  auto count = schema.arguments().size(), base = stack->size() - count, result_count = schema.returns().size();
+  bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
+  // What an op writes whole, it does not read.
+  bool overwrites = is_random || name == "fill_" || name == "zero_" || name == "_foreach_zero_";
+  torch::jit::Stack arguments(stack->end() - count, stack->end());
+  bool waits = makes_host_wait(op, arguments);
+  std::vector<Argument> tensors;
   std::optional<c10::Device> device;
-  auto host_of = [&](const at::Tensor& one, bool writes) {
-    if (!one.defined()) return one;
-    if (one.is_cpu()) {
-      TORCH_CHECK(one.dim() == 0, "fake: `", name, "` is handed a tensor of a device, and one of the CPU");
-      return one;
+  auto host_of = [&](const at::Tensor& tensor, bool writes, bool reads) {
+    if (!tensor.defined()) return tensor;
+    if (tensor.is_cpu()) {
+      TORCH_CHECK(tensor.dim() == 0, "fake: `", name, "` is handed a tensor of a device, and one of the CPU");
+      return captures().empty() ? tensor : tensor.clone();  // a replay has the number of now
     }
-    if (device && one.device() != *device) {
+    if (device && tensor.device() != *device) {
       Locked held(checker().lock);
       checker().reports.insert("devices: `" + name + "` is handed tensors of two devices");
-      TORCH_CHECK(false, "fake: `", name, "` is handed tensors of ", *device, " and ", one.device());
+      TORCH_CHECK(false, "fake: `", name, "` is handed tensors of ", *device, " and ", tensor.device());
     }
-    device = one.device();
-    auto grows = writes && !one.numel();  // an op that sizes what it writes
-    all.push_back({one, grows ? at::empty({0}, one.options().device(at::kCPU)) : on_host(one), writes});
-    return all.back().host;
+    device = tensor.device();
+    auto grows = writes && !tensor.numel();  // an op that sizes what it writes
+    auto host = grows ? at::empty({0}, tensor.options().device(at::kCPU)) : on_host(tensor);
+    tensors.push_back({tensor, host, writes, reads});
+    return host;
   };
-  for (size_t at = 0; at < count; ++at) {
-    auto& value = (*stack)[base + at];
-    auto* alias = schema.arguments()[at].alias_info();
-    bool writes = alias && alias->isWrite();
+  std::optional<size_t> generator_position;
+  for (size_t position = 0; position < count; ++position) {
+    auto& value = arguments[position];
+    const auto& argument = schema.arguments()[position];
+    bool writes = argument.alias_info() && argument.alias_info()->isWrite();
+    bool reads = !writes || !(overwrites || argument.is_out());
     if (value.isTensor()) {
-      value = host_of(value.toTensor(), writes);
+      value = host_of(value.toTensor(), writes, reads);
     } else if (value.isTensorList()) {
-      auto made = c10::List<at::Tensor>();
-      for (const at::Tensor& one : value.toTensorVector()) made.push_back(host_of(one, writes));
-      value = made;
+      auto hosts = c10::List<at::Tensor>();
+      for (const at::Tensor& tensor : value.toTensorVector()) hosts.push_back(host_of(tensor, writes, reads));
+      value = hosts;
     } else if (value.isOptionalTensorList()) {
-      auto made = c10::List<std::optional<at::Tensor>>();
-      for (const std::optional<at::Tensor>& one : value.toOptionalTensorList())
-        made.push_back(one ? std::optional(host_of(*one, writes)) : std::nullopt);
-      value = made;
+      auto hosts = c10::List<std::optional<at::Tensor>>();
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
+        hosts.push_back(tensor ? std::optional(host_of(*tensor, writes, reads)) : std::nullopt);
+      value = hosts;
     } else if (value.isDevice()) {
       if (!device) device = value.toDevice();
       value = c10::Device(at::kCPU);
     }
+    if (argument.name() == "generator") generator_position = position;
   }
-  auto on = Guard::known(device.value_or(Guard::device(current)));
-  const c10::DeviceGuard guard(on);
-  auto who = agent_on(on.index());
-  op.callBoxed(stack);
+  auto run_device = Guard::known(device.value_or(Guard::device(current)));
+  const c10::DeviceGuard guard(run_device);
+  auto stream = agent_on(run_device.index());
+  std::function<at::Generator()> generator;
+  Capture* capture;
+  {
+    Locked held(checker().lock);
+    capture = capture_for_work(stream, name);
+    if (waits) refuse_wait(name);
+    if (is_random) {
+      TORCH_CHECK(generator_position, "fake: `", name, "` draws numbers, and takes no generator");
+      auto& value = arguments[*generator_position];
+      generator = draw(as_fake(value.isNone() ? default_generator(run_device.index()) : value.toGenerator()), stream, name);
+    }
+    if (capture)
+      for (const auto& argument : tensors) capture->save(use_of(argument.tensor, argument.writes));
+  }
+  // Run the op on the host, now and at each replay.
+  auto call = [op, generator, generator_position](torch::jit::Stack arguments) {
+    if (generator) arguments[*generator_position] = generator();
+    op.callBoxed(&arguments);
+    return arguments;
+  };
+  auto results = call(arguments);
 
   Locked held(checker().lock);
-  bool waits = false;
-  double takes = 0;
-  std::vector<at::Tensor> fresh;
-  auto own_of = [&](const at::Tensor& one) -> at::Tensor {
-    if (!one.defined()) return one;
-    for (auto& [own, host, writes] : all) {
-      if (host.is_same(one)) return own;
-      auto [low, high] = extent(own);
-      auto start = reinterpret_cast<uintptr_t>(one.const_data_ptr());
-      if (one.numel() && low <= start && start < high)
-        return own.as_strided(one.sizes(), one.strides(), own.storage_offset() + (start - low) / own.element_size());
+  std::vector<at::Tensor> new_tensors, new_hosts;  // the results; on the host, in order, undefined for those that are views
+  replace_results(results, result_count, [&](const at::Tensor& result) -> at::Tensor {
+    new_hosts.emplace_back();
+    if (!result.defined()) return result;
+    for (auto& argument : tensors) {
+      if (argument.host.is_same(result)) return argument.tensor;
+      auto memory = use_of(argument.tensor, false);
+      auto start = reinterpret_cast<uintptr_t>(result.const_data_ptr());
+      if (result.numel() && memory.low <= start && start < memory.high)
+        return argument.tensor.as_strided(result.sizes(), result.strides(), argument.tensor.storage_offset() +
+                                          (start - memory.low) / argument.tensor.element_size());
     }
-    auto made = at::empty_strided(one.sizes(), one.strides(), one.options().device(on));
-    on_host(made).copy_(one);
-    fresh.push_back(made);
-    return made;
-  };
-  for (size_t at = stack->size() - schema.returns().size(); at < stack->size(); ++at) {
-    auto& value = (*stack)[at];
-    if (value.isTensor()) {
-      value = own_of(value.toTensor());
-    } else if (value.isTensorList()) {
-      auto made = c10::List<at::Tensor>();
-      for (const at::Tensor& one : value.toTensorVector()) made.push_back(own_of(one));
-      value = made;
-    } else {
-      waits = true;  // a number for the host
-    }
+    auto tensor = at::empty_strided(result.sizes(), result.strides(), result.options().device(run_device));
+    new_hosts.back() = on_host(tensor).copy_(result);
+    new_tensors.push_back(tensor);
+    return tensor;
+  });
+  Work work{name};
+  std::vector<std::pair<at::Tensor, at::Tensor>> grown;
+  for (auto& [tensor, host, writes, reads] : tensors) {
+    if (host.sizes() != tensor.sizes())
+      grown.emplace_back(on_host(at::native::resize_(tensor, host.sizes())).copy_(host), host);
+    work.seconds += seconds(tensor);
+    if (reads) work.uses.push_back(use_of(tensor, false));
+    if (writes) work.uses.push_back(use_of(tensor, true));
   }
-  for (auto& [own, host, writes] : all) {
-    if (host.sizes() != own.sizes()) on_host(at::native::resize_(own, host.sizes())).copy_(host);
-    takes += seconds(own);
+  for (auto& tensor : new_tensors) {
+    work.seconds += seconds(tensor);
+    work.uses.push_back(use_of(tensor, true));
   }
-  for (auto& made : fresh) takes += seconds(made);
-  checker().queue(who, takes, now);
-  for (auto& [own, host, writes] : all) {
-    touch(who, own, false, name);
-    if (writes) touch(who, own, true, name);
-  }
-  for (auto& made : fresh) touch(who, made, true, name);
-  if (waits) synchronize(who);
+  if (capture)
+    work.run = [call, arguments, result_count, new_hosts, grown] {
+      auto results = call(arguments);
+      auto host = new_hosts.begin();
+      replace_results(results, result_count, [&](const at::Tensor& result) {
+        if (host->defined()) host->copy_(result);
+        ++host;
+        return result;
+      });
+      for (const auto& [memory, host] : grown) memory.copy_(host);
+    };
+  queue(stream, std::move(work));
+  if (waits) synchronize(stream, name);
+  torch::jit::drop(*stack, count);
+  stack->insert(stack->end(), results.begin(), results.end());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -391,8 +516,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
-  m.impl("resize_", [](const at::Tensor& one, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format)
-                        -> const at::Tensor& { return at::native::resize_(one, C10_AS_INTARRAYREF_SLOW(size), format); });
+  m.impl("resize_", [](const at::Tensor& tensor, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format)
+                        -> const at::Tensor& { return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format); });
+  m.impl("native_dropout", &at::native::native_dropout_cpu);  // of ops that are this device's
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("_copy_from", &copy_from);
@@ -403,29 +529,30 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // The host itself: an op on the CPU that is handed pinned memory reads or writes it there and then.
 std::unique_ptr<at::ObserverContext> on_the_host(const at::RecordFunction& called) {
-  std::vector<std::pair<at::Tensor, size_t>> found;
-  for (size_t at = 0; at < called.inputs().size(); ++at) {
-    const auto& value = called.inputs()[at];
+  std::vector<std::pair<at::Tensor, size_t>> host_tensors;
+  for (size_t position = 0; position < called.inputs().size(); ++position) {
+    const auto& value = called.inputs()[position];
     if (value.isDevice() && value.toDevice().type() == KIND) return nullptr;
-    auto each = value.isTensor() ? std::vector{value.toTensor()}
-                                 : value.isTensorList() ? value.toTensorVector() : std::vector<at::Tensor>{};
-    for (const auto& one : each) {
-      if (!one.defined() || one.unsafeGetTensorImpl()->is_python_dispatch()) continue;
-      if (one.device().type() == KIND) return nullptr;
-      if (one.is_cpu() && one.has_storage()) found.emplace_back(one, at);
+    auto tensors = value.isTensor() ? std::vector{value.toTensor()}
+                                    : value.isTensorList() ? value.toTensorVector() : std::vector<at::Tensor>{};
+    for (const auto& tensor : tensors) {
+      if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_python_dispatch()) continue;
+      if (tensor.device().type() == KIND) return nullptr;
+      if (tensor.is_cpu() && tensor.has_storage()) host_tensors.emplace_back(tensor, position);
     }
   }
   Locked held(checker().lock);
-  for (const auto& [one, at] : found) {
-    auto [low, high] = extent(one);
-    if (auto* block = checker().of(low); !block || block->owner != HOST) continue;
+  for (const auto& [tensor, position] : host_tensors) {
+    auto use = use_of(tensor, false);
+    if (auto* block = checker().of(use.low); !block || block->owner != HOST) continue;
     auto schema = called.operator_schema();
     if (!schema) return nullptr;
-    for (const auto& made : schema->returns())
-      if (made.alias_info() && !made.alias_info()->isWrite()) return nullptr;  // a view
+    for (const auto& result : schema->returns())
+      if (result.alias_info() && !result.alias_info()->isWrite()) return nullptr;  // a view
     if (schema->name() == "aten::record_stream" || schema->name() == "aten::is_pinned") return nullptr;
-    auto* alias = schema->arguments()[at].alias_info();
-    checker().access(HOST, low, high, alias && alias->isWrite(), schema->name().substr(6));
+    auto* alias = schema->arguments()[position].alias_info();
+    use.writes = alias && alias->isWrite();
+    checker().access(HOST, use, schema->name().substr(6));
   }
   return nullptr;
 }
@@ -438,6 +565,29 @@ void reset() {
   Locked held(checker().lock);
   checker().reset();
   ++resets;
+}
+// Graphs, by the number that Python has for them.
+std::map<int64_t, std::unique_ptr<Graph>> graphs;
+int64_t new_pool() {
+  static std::atomic<int64_t> pools{0};
+  return ++pools;
+}
+int64_t new_graph() {
+  static std::atomic<int64_t> count{0};
+  Locked held(checker().lock);
+  graphs[++count] = std::make_unique<Graph>();
+  return count;
+}
+void delete_graph(int64_t graph) {
+  Locked held(checker().lock);
+  graphs.erase(graph);
+}
+void capture_begin(int64_t graph, int64_t pool, std::string mode) {
+  graphs.at(graph)->capture_begin(current, as_fake(default_generator(current)), pool ? pool : new_pool(), mode);
+}
+bool is_capturing() {
+  Locked held(checker().lock);
+  return capture_of(agent_on(current));
 }
 void setup() {
   static bool once = [] {
@@ -455,6 +605,19 @@ TORCH_LIBRARY(fake_accelerator, m) {
   m.def("count() -> int", [] { return int64_t(DEVICES); });
   m.def("now() -> float", [] { return double(now); });
   m.def("current() -> int", [] { return int64_t(current); });
+  m.def("default_generator(int index) -> Generator?", [](int64_t index) { return default_generator(index); });
+  m.def("new_pool() -> int", &new_pool);
+  m.def("new_graph() -> int", &new_graph);
+  m.def("delete_graph(int graph) -> ()", &delete_graph);
+  m.def("capture_begin(int graph, int pool, str mode) -> ()", &capture_begin);
+  m.def("capture_end(int graph) -> ()", [](int64_t graph) { graphs.at(graph)->capture_end(); });
+  m.def("replay(int graph) -> ()", [](int64_t graph) { graphs.at(graph)->replay(); });
+  m.def("reset_graph(int graph) -> ()", [](int64_t graph) { graphs.at(graph)->reset(); });
+  m.def("pool_of(int graph) -> int", [](int64_t graph) { return graphs.at(graph)->pool; });
+  m.def("is_capturing() -> bool", &is_capturing);
+  m.def("register_generator(int graph, Generator? generator) -> ()", [](int64_t graph, std::optional<at::Generator> generator) {
+    graphs.at(graph)->register_generator(as_fake(*generator));
+  });
 }
 
 }  // namespace fake

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace fake {
@@ -45,7 +46,9 @@ struct Access {
 struct Event {
   Clock clock;
   double time = 0;
-  bool asked = false;  // whether it has happened
+  bool asked = false;       // whether it has happened
+  int64_t capture = 0;      // the number of the capture it was recorded in, or 0
+  int64_t index = 0;        // which event of that capture
 };
 
 struct Block {  // memory of a device, or pinned memory of the host
@@ -53,6 +56,27 @@ struct Block {  // memory of a device, or pinned memory of the host
   Agent owner;  // the stream on whose order the allocator relies when it hands the memory out again
   std::vector<Access> accesses;
   std::set<Agent> recorded;
+  int64_t pool = 0;           // the pool of graphs that keeps the memory, or 0
+  uint64_t tenancy = 0;       // the number of the allocation that has it
+  uint64_t last_writer = 0;   // the tenancy whose tensors were written last; 0 if nothing is there
+  uint64_t last_replay = 0;   // the replay that wrote last, or 0
+  bool was_read = false;      // since then
+  bool lost_a_result = false; // that replay wrote over the result of an earlier one, which nobody had read
+};
+
+// Memory that an op reads or writes. A replay uses what had it at the capture.
+struct Use {
+  uintptr_t low, high;
+  bool writes;
+  int64_t pool = 0;
+  uint64_t tenancy = 0;
+};
+
+// Memory that graphs keep: what its tensors free goes to later captures, and to nobody else.
+struct Pool {
+  int graphs = 0;
+  std::multimap<size_t, uintptr_t> unused;
+  std::vector<uintptr_t> unused_after_capture;  // what other streams use: a capture has no events to wait for
 };
 
 class Checker {
@@ -62,17 +86,17 @@ class Checker {
 
   std::set<Agent> shared;  // default streams, on which any thread may be handed what is free, at once
 
-  Agent add(int device) {
-    agents.push_back({device, {}, 0});
+  Agent add(int device, const char* kind = "stream") {
+    agents.push_back({device, {}, 0, kind});
     return agents.size() - 1;
   }
 
   // Something is queued on a stream, and takes so many seconds there; the host, `now` on its own time, goes on.
   void queue(Agent who, double seconds, double now) {
-    auto& own = agents[who];
-    own.clock.merge(agents[HOST].clock);
-    ++own.clock.at(who);
-    own.time = std::max(own.time, now) + seconds;
+    auto& stream = agents[who];
+    stream.clock.merge(agents[HOST].clock);
+    ++stream.clock.at(who);
+    stream.time = std::max(stream.time, now) + seconds;
   }
   void record(Agent who, Event& event) { event = {agents[who].clock, agents[who].time}; }
   void wait(Agent who, const Event& event) {
@@ -88,24 +112,65 @@ class Checker {
   double time(Agent who) const { return agents[who].time; }
   int device(Agent who) const { return agents[who].device; }
   std::string name(Agent who) const {
-    return who == HOST ? "the host" : "fake:" + std::to_string(device(who)) + " stream " + std::to_string(who);
+    return who == HOST ? "the host" : "fake:" + std::to_string(device(who)) + " " + agents[who].kind + " " + std::to_string(who);
   }
 
-  void allocated(uintptr_t low, size_t bytes, Agent owner) {
-    reuse(owner);
-    blocks[low] = {low, low + bytes, owner, {}, {}};
+  std::map<int64_t, Pool> pools;
+  uint64_t tenancies = 0;
+
+  void allocated(uintptr_t low, size_t bytes, Agent owner, int64_t pool = 0) {
+    if (!pool) reuse(owner);
+    blocks[low] = {low, low + bytes, owner, {}, {}, pool, ++tenancies};
   }
-  void release(uintptr_t low) {
-    auto found = blocks.find(low);
-    if (found == blocks.end()) return;
-    auto& block = found->second;
+  // Hand out memory that a tensor of the pool has freed, to the same stream; 0 if there is none.
+  uintptr_t take_unused(int64_t pool, size_t bytes, Agent owner) {
+    auto& unused = pools[pool].unused;
+    for (auto entry = unused.lower_bound(bytes); entry != unused.end(); ++entry) {
+      auto& block = blocks.at(entry->second);
+      if (block.owner != owner) continue;
+      unused.erase(entry);
+      block.recorded.clear();
+      block.tenancy = ++tenancies;
+      return block.low;
+    }
+    return 0;
+  }
+  // A tensor lets go of its memory. Returns whether it goes back to the system: a pool keeps its own.
+  bool release(uintptr_t low) {
+    auto entry = blocks.find(low);
+    if (entry == blocks.end()) return true;
+    auto& block = entry->second;
+    if (auto pool = pools.find(block.pool); pool != pools.end()) {
+      if (block.recorded.empty()) pool->second.unused.emplace(block.high - block.low, low);
+      else pool->second.unused_after_capture.push_back(low);
+      return false;
+    }
     Clock waited;  // an event on each stream that was recorded: the allocator waits for these
     for (Agent who : block.recorded) waited.merge(agents[who].clock);
-    for (const auto& one : block.accesses)
-      if (one.who != block.owner && one.who != HOST && block.owner != HOST && waited.of(one.who) < one.count)
-        freed[block.owner].push_back(one);
+    // The memory of a pool that is gone went back to the system, which waits for the device.
+    for (const auto& access : block.accesses)
+      if (!block.pool && access.who != block.owner && access.who != HOST && block.owner != HOST &&
+          waited.of(access.who) < access.count)
+        freed[block.owner].push_back(access);
     if (shared.count(block.owner)) reuse(block.owner);
-    blocks.erase(found);
+    blocks.erase(entry);
+    return true;
+  }
+  // A graph lets go of its pool. Returns the memory that goes back to the system with the last graph.
+  std::vector<uintptr_t> release_pool(int64_t number) {
+    auto& pool = pools.at(number);
+    if (--pool.graphs) return {};
+    auto lows = pool.unused_after_capture;
+    for (auto [size, low] : pool.unused) lows.push_back(low);
+    for (auto low : lows) blocks.erase(low);
+    pools.erase(number);
+    return lows;
+  }
+  // Call a function with each block of a pool.
+  template <class Visit>
+  void visit_pool(int64_t number, Visit visit) {
+    for (auto& [low, block] : blocks)
+      if (block.pool == number) visit(block);
   }
   void record_stream(uintptr_t low, Agent who) {
     if (auto* block = of(low)) block->recorded.insert(who);
@@ -117,30 +182,46 @@ class Checker {
     return at < block.high ? &block : nullptr;
   }
 
-  void access(Agent who, uintptr_t low, uintptr_t high, bool writes, const std::string& op) {
+  // Note which tensors have the memory that is used.
+  void fill_tenancy(Use& use) {
+    if (auto* block = of(use.low)) use.pool = block->pool, use.tenancy = block->tenancy;
+  }
+  // Whether what had the memory at the capture was freed since, and the memory with it.
+  bool is_freed(const Use& use) {
+    auto* block = of(use.low);
+    return use.tenancy && (!block || (block->tenancy != use.tenancy && !(block->pool && block->pool == use.pool)));
+  }
+
+  void access(Agent who, Use use, const std::string& op, uint64_t replay = 0) {
+    auto [low, high, writes, pool, tenancy] = use;
     auto* block = of(low);
     if (!block || low == high) return;
     auto& clock = agents[who].clock;
     if (who == HOST) ++clock.at(HOST);
     auto& all = block->accesses;
-    for (const auto& one : all)
-      if (one.low < high && low < one.high && (writes || one.writes) && clock.of(one.who) < one.count)
+    for (const auto& before : all)
+      if (before.low < high && low < before.high && (writes || before.writes) && clock.of(before.who) < before.count)
         reports.insert(std::string("order: `") + op + "` on " + name(who) + (writes ? " writes" : " reads") + " what `" +
-                       one.name + "` on " + name(one.who) + (one.writes ? " writes" : " reads") +
+                       before.name + "` on " + name(before.who) + (before.writes ? " writes" : " reads") +
                        ", and has not waited for it");
-    all.erase(std::remove_if(all.begin(), all.end(), [&](const Access& one) {
-      bool within = low <= one.low && one.high <= high;
-      return within && (one.who == who ? writes || !one.writes : writes && clock.of(one.who) >= one.count);
+    all.erase(std::remove_if(all.begin(), all.end(), [&](const Access& before) {
+      bool within = low <= before.low && before.high <= high;
+      return within && (before.who == who ? writes || !before.writes : writes && clock.of(before.who) >= before.count);
     }), all.end());
     all.push_back({low, high, who, clock.of(who), writes, op});
+    if (block->pool) access_pool(*block, replay ? tenancy : block->tenancy, writes, "`" + op + "` on " + name(who), replay);
   }
 
   // What was before is forgotten: reports, times, and who was where in memory. The host has waited for all.
   void reset() {
-    for (auto& [low, block] : blocks) block.accesses.clear();
-    for (auto& own : agents) {
-      agents[HOST].clock.merge(own.clock);
-      own.time = 0;
+    for (auto& [low, block] : blocks) {
+      block.accesses.clear();
+      block.last_replay = 0;
+      block.lost_a_result = false;
+    }
+    for (auto& agent : agents) {
+      agents[HOST].clock.merge(agent.clock);
+      agent.time = 0;
     }
     freed.clear();
     reports.clear();
@@ -151,6 +232,26 @@ class Checker {
   Agent count() const { return agents.size(); }
 
  private:
+  // What a graph leaves in its pool is there until a replay writes over it, which may be one of another graph.
+  void access_pool(Block& block, uint64_t tenancy, bool writes, const std::string& reader, uint64_t replay) {
+    if (!writes) {
+      if (!block.last_writer)
+        reports.insert("pool: " + reader + " reads memory of a graph that no replay has written");
+      else if (block.last_writer != tenancy)
+        reports.insert("pool: " + reader + " reads memory of a graph that a replay has since used for other tensors");
+      else if (!replay && block.lost_a_result)
+        reports.insert("pool: " + reader + " reads a result of a graph that a later replay has overwritten; clone it");
+      // A graph that reads what it has itself just written does not keep it for the caller.
+      if (replay != block.last_replay || !replay) block.was_read = true;
+      return;
+    }
+    bool is_same_tensor = std::exchange(block.last_writer, tenancy) == tenancy;
+    if (is_same_tensor && replay && replay == block.last_replay) return;
+    block.lost_a_result = is_same_tensor && replay && block.last_replay && !block.was_read;
+    block.last_replay = replay;
+    block.was_read = false;
+  }
+
   // The allocator hands out what was freed: behind all that is queued on its stream, and all that the host has seen.
   void reuse(Agent owner) {
     Clock known = agents[owner].clock;
@@ -166,6 +267,7 @@ class Checker {
     int device;
     Clock clock;
     double time;
+    std::string kind;  // a stream, or the part of a graph that was captured on a stream
   };
   std::vector<Known> agents;
   std::map<uintptr_t, Block> blocks;

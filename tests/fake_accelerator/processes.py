@@ -1,0 +1,32 @@
+"""Start processes that know the fake accelerator."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fake_accelerator import build_library, register_device
+from tests.fake_accelerator.group import register
+from tests.processes import Processes
+
+
+@contextmanager
+def processes_with_device(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, count: int
+) -> Generator[Processes]:
+    """Start processes with the fake device: once registered it stays, and other tests must run without it."""
+    faulthandler.cancel_dump_traceback_later()  # a busy machine compiles for longer than a test may take
+    cache = getattr(request.config, "cache", None)
+    library = build_library(tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("fake_accelerator"))
+    with Processes(count) as workers:
+        workers.run(prepare_process, library)
+        yield workers
+
+
+def prepare_process(rank: int, library: Path) -> None:
+    register_device(library)
+    register()
