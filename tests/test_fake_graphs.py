@@ -29,7 +29,7 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield workers
 
 
-def ones() -> Tensor:
+def new_ones() -> Tensor:
     return torch.ones(4, device=DEVICE)
 
 
@@ -52,7 +52,7 @@ def captured(graph: Any, **options: Any) -> Generator[torch.Stream]:
 
 
 def captured_of(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any]:
-    """Return a graph of one call, and what the call returned."""
+    """Return a graph of one call, and its result."""
     graph = torch.get_device_module(DEVICE).Graph()
     with captured(graph, **options):
         result = function(*args)
@@ -77,9 +77,10 @@ def compute(x: Tensor, number: Tensor) -> list[Tensor]:
 
 
 def replay_bits() -> list[str]:
-    x, number = ones(), torch.tensor(3.0)
+    x, number = new_ones(), torch.tensor(3.0)
     graph, results = captured_of(compute, x, number)
-    number.fill_(7)  # a replay has the number that was read at the capture
+    # The kernels have the number that was read at the capture.
+    number.fill_(7)
     wrong = list[str]()
     for scale in (2.0, 5.0):
         x.copy_(torch.arange(4) * scale)
@@ -91,7 +92,7 @@ def replay_bits() -> list[str]:
 
 def leave_memory_alone() -> list[str]:
     """Nothing has run after a capture, and each replay adds."""
-    x, counts = ones(), list[float]()
+    x, counts = new_ones(), list[float]()
     graph, _ = captured_of(x.add_, 1)
     for _ in range(2):
         counts.append(x[0].item())
@@ -100,7 +101,7 @@ def leave_memory_alone() -> list[str]:
 
 
 def replay_streams() -> list[str]:
-    x, y = ones(), ones()
+    x, y = new_ones(), new_ones()
 
     def run() -> Tensor:
         side, main = torch.Stream(DEVICE), current_stream()
@@ -118,7 +119,7 @@ def replay_streams() -> list[str]:
 
 
 def replay_pinned_copies() -> list[str]:
-    source, target, x = torch.ones(4).pin_memory(), torch.zeros(4).pin_memory(), ones()
+    source, target, x = torch.ones(4).pin_memory(), torch.zeros(4).pin_memory(), new_ones()
 
     def run() -> None:
         x.copy_(source, non_blocking=True)
@@ -133,8 +134,8 @@ def replay_pinned_copies() -> list[str]:
 
 
 def draw_as_seeded() -> list[str]:
-    """A replay draws what the ops draw without a graph, from seed and offset as they are then."""
-    generator, x = torch.Generator(DEVICE), ones()
+    """A replay draws the numbers that the ops draw without a graph, from its seed and offset."""
+    generator, x = torch.Generator(DEVICE), new_ones()
     graph = torch.get_device_module(DEVICE).Graph()
     graph.register_generator_state(generator)
 
@@ -164,23 +165,23 @@ def draw_as_seeded() -> list[str]:
 
 def keep_addresses() -> list[str]:
     """A pool hands out its own memory again, to later captures as well, and to nobody else."""
-    x, pool = ones(), torch.get_device_module(DEVICE).graph_pool_handle()
+    x, pool = new_ones(), torch.get_device_module(DEVICE).graph_pool_handle()
 
     def run() -> tuple[int, Tensor]:
-        freed = (x + 1).data_ptr()
-        return freed, x + 2
+        freed_address = (x + 1).data_ptr()
+        return freed_address, x + 2
 
-    first, (freed, kept) = captured_of(run, pool=pool)
-    second, (freed_later, kept_later) = captured_of(run, pool=pool)
-    outside = [ones().data_ptr() for _ in range(20)]
-    wrong = ["not the pool's"] if not first.pool() == second.pool() == pool else []
-    wrong += ["not reused"] if kept.data_ptr() != freed else []
-    wrong += ["handed out twice"] if kept.data_ptr() in (kept_later.data_ptr(), freed_later) else []
-    return wrong + (["left its pool"] if {freed, freed_later} & {*outside} else [])
+    graph, (freed_address, result) = captured_of(run, pool=pool)
+    later_graph, (later_freed_address, later_result) = captured_of(run, pool=pool)
+    outside = [new_ones().data_ptr() for _ in range(20)]
+    wrong = ["not the pool's"] if not graph.pool() == later_graph.pool() == pool else []
+    wrong += ["not reused"] if result.data_ptr() != freed_address else []
+    wrong += ["handed out twice"] if result.data_ptr() in (later_result.data_ptr(), later_freed_address) else []
+    return wrong + (["left its pool"] if {freed_address, later_freed_address} & {*outside} else [])
 
 
 def capture_again() -> list[str]:
-    x = ones()
+    x = new_ones()
     graph, _ = captured_of(x.add_, 1)
     graph.reset()
     with captured(graph):
@@ -191,7 +192,7 @@ def capture_again() -> list[str]:
 
 def wait_in_another_thread() -> list[str]:
     """By mode, a capture refuses the waits of its own thread alone."""
-    x = ones()
+    x = new_ones()
 
     def run() -> Tensor:
         thread = threading.Thread(target=torch.accelerator.synchronize, args=(1,))
@@ -230,7 +231,7 @@ def test_a_graph_replays(processes: Processes, name: str):
 
 
 class Outside(NamedTuple):
-    """What is there before a capture: the default stream, an event of it, and another graph."""
+    """The default stream, an event of it and another graph, from before a capture."""
 
     stream: torch.Stream
     event: torch.Event
@@ -314,10 +315,11 @@ REFUSALS: dict[str, tuple[Callable[..., object], str]] = {
 
 def refuse(rank: int, name: str) -> str:
     """Return why a capture is invalid at its end, and see that the next one is not."""
-    x, graph = ones(), captured_of(ones().neg)[0]
+    x, graph = new_ones(), captured_of(new_ones().neg)[0]
     outside = Outside(current_stream(), current_stream().record_event(), graph)
     with pytest.raises(RuntimeError) as refusal:
         captured_of(REFUSALS[name][0], x, outside)
+    # An invalid capture leaves no stream captured.
     captured_of(x.mul, 2)[0].replay()
     return str(refusal.value)
 
@@ -336,12 +338,12 @@ def use_captured_event(function: Callable[[torch.Event], object]) -> None:
 
 
 def begin_twice() -> None:
-    graph, _ = captured_of(ones().neg)
+    graph, _ = captured_of(new_ones().neg)
     with captured(graph):
         pass
 
 
-ENDED = "of an event that was recorded in a capture; record it outside."
+IS_CAPTURED = "of an event that was recorded in a capture; record it outside."
 MISUSES: dict[str, tuple[Callable[[], object], str]] = {
     "the default stream": (
         lambda: torch.get_device_module(DEVICE).Graph().capture_begin(),
@@ -362,10 +364,10 @@ MISUSES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a host that waits for it": (
         lambda: use_captured_event(lambda event: event.synchronize()),
-        f"`event.synchronize` {ENDED}",
+        f"`event.synchronize` {IS_CAPTURED}",
     ),
     "a generator of the CPU": (
-        lambda: ones().bernoulli_(0.5, generator=torch.Generator()),
+        lambda: new_ones().bernoulli_(0.5, generator=torch.Generator()),
         "expected a generator of fake, found one of cpu",
     ),
 }
@@ -386,27 +388,28 @@ def test_a_graph_refuses(processes: Processes, name: str):
 
 
 def free_an_input(keeps: bool) -> None:
-    inputs = [ones()]
+    inputs = [new_ones()]
     graph, _ = captured_of(lambda: inputs[0] + 1)
     if not keeps:
         inputs.clear()
-    ones()
+    # The allocator may hand out the same address again: it is another tensor's all the same.
+    new_ones()
     suppress_errors(graph.replay)
 
 
 def free_an_input_in_another_pool(keeps: bool) -> None:
-    """A reset frees what the pool holds, once its tensors are gone."""
-    first, results = captured_of(lambda: [ones()])
-    first.replay()
-    second, _ = captured_of(lambda: results[0] + 1)
+    """A reset frees the memory of the pool, once its tensors are gone."""
+    writer, results = captured_of(lambda: [new_ones()])
+    writer.replay()
+    reader, _ = captured_of(lambda: results[0] + 1)
     if not keeps:
-        first.reset()
+        writer.reset()
     results.clear()
-    suppress_errors(second.replay)
+    suppress_errors(reader.replay)
 
 
 def overwrite_a_result(clones: bool) -> None:
-    x = ones()
+    x = new_ones()
     graph, result = captured_of(x.mul, 2)
     graph.replay()
     copy = result.clone() if clones else result
@@ -416,7 +419,7 @@ def overwrite_a_result(clones: bool) -> None:
 
 def overwrite_a_result_read_within(clones: bool) -> None:
     """A graph that reads its own result does not keep it for the caller."""
-    x = ones()
+    x = new_ones()
 
     def run() -> Tensor:
         result = x * 2
@@ -431,8 +434,8 @@ def overwrite_a_result_read_within(clones: bool) -> None:
 
 
 def keep_state_in_the_pool(joins: bool) -> None:
-    """A replay may go on from what the last one left: only the caller's reads are of a result that is gone."""
-    x = ones()
+    """A replay may go on from the last one's results; only a caller's read is of an overwritten result."""
+    x = new_ones()
     graph, state = captured_of(lambda: x * 1)
     graph.replay()
     later, _ = captured_of(lambda: state.add_(1), pool=graph.pool()) if joins else captured_of(lambda: state + 1)
@@ -445,17 +448,17 @@ def keep_state_in_the_pool(joins: bool) -> None:
 
 
 def share_a_pool(orders: bool) -> None:
-    """The first graph writes over what the second left, whose memory is what the first one has freed."""
-    x, pool = ones(), torch.get_device_module(DEVICE).graph_pool_handle()
-    first, _ = captured_of(lambda: (x + 1).sum(), pool=pool)
-    second, result = captured_of(x.mul, 2, pool=pool)
-    for graph in (first, second) if orders else (second, first):
+    """The first graph writes over the second's result, as both use memory that the first has freed."""
+    x, pool = new_ones(), torch.get_device_module(DEVICE).graph_pool_handle()
+    freeing_graph, _ = captured_of(lambda: (x + 1).sum(), pool=pool)
+    reusing_graph, result = captured_of(x.mul, 2, pool=pool)
+    for graph in (freeing_graph, reusing_graph) if orders else (reusing_graph, freeing_graph):
         graph.replay()
     result.sum()
 
 
 def read_before_replay(replays: bool) -> None:
-    x = ones()
+    x = new_ones()
     graph, result = captured_of(x.mul, 2)
     if replays:
         graph.replay()
@@ -463,7 +466,7 @@ def read_before_replay(replays: bool) -> None:
 
 
 def order_within(waits: bool) -> None:
-    x = ones()
+    x = new_ones()
 
     def run() -> None:
         side, main = torch.Stream(DEVICE), current_stream()
@@ -479,7 +482,7 @@ def order_within(waits: bool) -> None:
 
 
 def order_outside(waits: bool) -> None:
-    x, side = ones(), torch.Stream(DEVICE)
+    x, side = new_ones(), torch.Stream(DEVICE)
     graph, _ = captured_of(x.mul, 2)
     side.wait_stream(current_stream())
     with side:
@@ -491,7 +494,7 @@ def order_outside(waits: bool) -> None:
 
 
 def order_after(waits: bool) -> None:
-    x, side = ones(), torch.Stream(DEVICE)
+    x, side = new_ones(), torch.Stream(DEVICE)
     graph, result = captured_of(x.mul, 2)
     graph.replay()
     if waits:
@@ -502,17 +505,17 @@ def order_after(waits: bool) -> None:
 
 def free_within(records: bool) -> None:
     """Memory that another captured stream still reads goes to the next tensor of its stream."""
-    x = ones()
+    x = new_ones()
 
     def run() -> None:
         side, main = torch.Stream(DEVICE), current_stream()
-        freed = x + 1
+        tensor = x + 1
         side.wait_stream(main)
         with side:
-            freed.sum()
+            tensor.sum()
         if records:
-            freed.record_stream(side)
-        del freed
+            tensor.record_stream(side)
+        del tensor
         x.mul(2)
         main.wait_stream(side)
 

@@ -66,6 +66,7 @@ class Graph:
         self.ops = torch.ops.fake_accelerator
         self.number = self.ops.new_graph()
 
+    # As of CUDA, the device has the graph's memory until the last reference to it is gone.
     def __del__(self) -> None:
         self.ops.delete_graph(self.number)
 

@@ -19,7 +19,8 @@ def processes_with_device(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, count: int
 ) -> Generator[Processes]:
     """Start processes with the fake device: once registered it stays, and other tests must run without it."""
-    faulthandler.cancel_dump_traceback_later()  # a busy machine compiles for longer than a test may take
+    # A busy machine compiles for longer than a test may take.
+    faulthandler.cancel_dump_traceback_later()
     cache = getattr(request.config, "cache", None)
     library = build_library(tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("fake_accelerator"))
     with Processes(count) as workers:
