@@ -81,6 +81,7 @@ struct Capture {
   std::map<Agent, Branch> branches;  // by stream
   std::map<FakeGenerator*, uint64_t> offsets;
   std::map<uintptr_t, std::vector<char>> saved;
+  std::set<uintptr_t> outside;  // the addresses of memory of others
   std::vector<Node> nodes;
   int64_t events = 0;
   std::string error;
@@ -97,7 +98,11 @@ struct Capture {
   void add(Agent stream, Work work) {
     auto& branch = branches.at(stream);
     ++branch.clock.at(branch.agent);
-    for (auto& use : work.uses) checker().fill_tenancy(use);
+    for (auto& use : work.uses)
+      if (auto* block = checker().of(use.low)) {
+        use.tenancy = block->tenancy;
+        if (block->pool != pool && outside.insert(block->low).second) checker().keep_address(block->low);
+      }
     nodes.push_back({branch.agent, std::move(work)});
   }
   void record(Agent stream, Event& event) {
@@ -247,7 +252,7 @@ class Graph {
     if (auto* other = capture_for_work(stream, "replay")) refuse(other, "a graph cannot be replayed within a capture.");
     for (const auto& node : nodes)
       for (const auto& use : node.work.uses)
-        if (checker().is_freed(use)) {
+        if (use.tenancy && !checker().of(use.low)) {
           auto report = "freed: a replay " + std::string(use.writes ? "writes" : "reads") + ", by `" + node.work.name +
                         "`, memory that was freed after the capture; keep its tensor";
           checker().reports.insert(report);
@@ -284,6 +289,8 @@ class Graph {
     nodes.clear();
     agents.clear();
     offsets.clear();
+    for (auto low : std::exchange(outside, {}))
+      if (checker().release_address(low)) free(reinterpret_cast<void*>(low));
     auto used_pool = std::exchange(pool, 0);
     if (!used_pool) return;
     for (auto low : checker().release_pool(used_pool)) free(reinterpret_cast<void*>(low));
@@ -300,6 +307,7 @@ class Graph {
     for (const auto& [stream, branch] : capture->branches) agents.push_back(branch.agent);
     nodes = std::move(capture->nodes);
     offsets = std::move(capture->offsets);
+    outside = std::move(capture->outside);
     event_count = capture->events;
     capture.reset();
   }
@@ -310,6 +318,7 @@ class Graph {
   std::map<FakeGenerator*, uint64_t> offsets;
   std::vector<Node> nodes;
   std::vector<Agent> agents;
+  std::set<uintptr_t> outside;
   int64_t event_count = 0;
 };
 

@@ -64,12 +64,11 @@ struct Block {  // memory of a device, or pinned memory of the host
   bool lost_a_result = false; // that replay wrote over the result of an earlier one, which nobody had read
 };
 
-// Memory that an op reads or writes. A replay uses what had it at the capture.
+// Memory that an op reads or writes.
 struct Use {
   uintptr_t low, high;
   bool writes;
-  int64_t pool = 0;
-  uint64_t tenancy = 0;
+  uint64_t tenancy = 0;  // in a graph, the number of the allocation that had it at the capture
 };
 
 // Memory that graphs keep: what its tensors free goes to later captures, and to nobody else.
@@ -154,7 +153,21 @@ class Checker {
         freed[block.owner].push_back(access);
     if (shared.count(block.owner)) reuse(block.owner);
     blocks.erase(entry);
+    return !is_kept(low);
+  }
+  // While a graph lives, no tensor gets memory at an address that the graph reads or writes outside of its pool: what
+  // was freed there would come back as other tensors, now and then.
+  void keep_address(uintptr_t low) { ++graphs_by_address[low]; }
+  bool is_kept(uintptr_t low) {
+    if (!graphs_by_address.count(low)) return false;
+    freed_addresses.insert(low);
     return true;
+  }
+  // Returns whether the memory there goes back to the system.
+  bool release_address(uintptr_t low) {
+    if (--graphs_by_address.at(low)) return false;
+    graphs_by_address.erase(low);
+    return freed_addresses.erase(low);
   }
   // A graph lets go of its pool. Returns the memory that goes back to the system with the last graph.
   std::vector<uintptr_t> release_pool(int64_t number) {
@@ -162,8 +175,11 @@ class Checker {
     if (--pool.graphs) return {};
     auto lows = pool.unused_after_capture;
     for (auto [size, low] : pool.unused) lows.push_back(low);
-    for (auto low : lows) blocks.erase(low);
     pools.erase(number);
+    std::erase_if(lows, [&](uintptr_t low) {
+      blocks.erase(low);
+      return is_kept(low);
+    });
     return lows;
   }
   // Call a function with each block of a pool.
@@ -182,18 +198,8 @@ class Checker {
     return at < block.high ? &block : nullptr;
   }
 
-  // Note which tensors have the memory that is used.
-  void fill_tenancy(Use& use) {
-    if (auto* block = of(use.low)) use.pool = block->pool, use.tenancy = block->tenancy;
-  }
-  // Whether what had the memory at the capture was freed since, and the memory with it.
-  bool is_freed(const Use& use) {
-    auto* block = of(use.low);
-    return use.tenancy && (!block || (block->tenancy != use.tenancy && !(block->pool && block->pool == use.pool)));
-  }
-
   void access(Agent who, Use use, const std::string& op, uint64_t replay = 0) {
-    auto [low, high, writes, pool, tenancy] = use;
+    auto [low, high, writes, tenancy] = use;
     auto* block = of(low);
     if (!block || low == high) return;
     auto& clock = agents[who].clock;
@@ -272,6 +278,8 @@ class Checker {
   std::vector<Known> agents;
   std::map<uintptr_t, Block> blocks;
   std::map<Agent, std::vector<Access>> freed;
+  std::map<uintptr_t, int> graphs_by_address;
+  std::set<uintptr_t> freed_addresses;
 };
 
 }  // namespace fake
