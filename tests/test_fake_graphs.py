@@ -163,6 +163,32 @@ def draw_as_seeded() -> list[str]:
     return wrong
 
 
+def draw_by_a_shared_state() -> list[str]:
+    """An op that takes no generator draws as a registered one whose state the default generator shares meanwhile."""
+    generator, x = torch.Generator(DEVICE), new_ones()
+    default = torch.get_device_module(DEVICE).default_generators[0]
+
+    def run() -> Tensor:
+        state = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)
+        result = torch.nn.functional.dropout(x, 0.5)
+        default.graphsafe_set_state(state)
+        return result
+
+    graph = torch.get_device_module(DEVICE).Graph()
+    graph.register_generator_state(generator)
+    with captured(graph):
+        result = run()
+    wrong, offset = list[str](), default.get_offset()
+    for seed in range(6):
+        generator.manual_seed(seed)
+        expected = run()
+        generator.manual_seed(seed)
+        graph.replay()
+        wrong += [] if torch.equal(result, expected) else [f"{seed}: {result}, not {expected}"]
+    return wrong + ([] if default.get_offset() == offset else ["the default generator has drawn"])
+
+
 def keep_addresses() -> list[str]:
     """A pool hands out its own memory again, to later captures as well, and to nobody else."""
     x, pool = new_ones(), torch.get_device_module(DEVICE).graph_pool_handle()
@@ -211,6 +237,7 @@ RIGHT_USES: dict[str, Callable[[], list[str]]] = {
     "streams": replay_streams,
     "pinned copies": replay_pinned_copies,
     "draws": draw_as_seeded,
+    "draws by a shared state": draw_by_a_shared_state,
     "addresses": keep_addresses,
     "captured again": capture_again,
     "another thread": wait_in_another_thread,

@@ -48,25 +48,32 @@ struct Node {
   int64_t recorded = -1, awaited = -1;
 };
 
-// A generator that draws by its seed and offset alone, as Philox: what a graph draws follows from both at its replay.
+// The state of generators that draw by seed and offset alone, as Philox: a graph draws by both as they are at its
+// replay. `graphsafe_set_state` makes generators share one, for ops that draw from the default generator alone.
+struct DrawState {
+  uint64_t seed = c10::default_rng_seed_val, offset = 0;
+};
+using DrawStatePointer = std::shared_ptr<DrawState>;
+
 struct FakeGenerator final : c10::GeneratorImpl {
   static constexpr uint64_t OFFSET_OF_AN_OP = 4;
-  uint64_t seed_ = c10::default_rng_seed_val, offset_ = 0;
+  DrawStatePointer state = std::make_shared<DrawState>();
 
   explicit FakeGenerator(c10::DeviceIndex index)
       : GeneratorImpl({KIND, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
   void set_current_seed(uint64_t seed) override;
   void set_offset(uint64_t offset) override;
-  uint64_t get_offset() const override { return offset_; }
-  uint64_t current_seed() const override { return seed_; }
+  uint64_t get_offset() const override { return state->offset; }
+  uint64_t current_seed() const override { return state->seed; }
   uint64_t seed() override;
-  void set_state(const c10::TensorImpl& state) override;
+  void set_state(const c10::TensorImpl& bytes) override;
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override;
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& generator) override;
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override;
   FakeGenerator* clone_impl() const override;
-  // The generator of the CPU from which one op draws.
-  at::Generator generator_at(uint64_t offset) const;
 };
-using GeneratorPointer = c10::intrusive_ptr<FakeGenerator>;
+// The generator of the CPU from which one op draws.
+at::Generator generator_at(uint64_t seed, uint64_t offset);
 
 struct Capture {
   struct Branch {  // a captured stream
@@ -79,7 +86,7 @@ struct Capture {
   std::thread::id thread = std::this_thread::get_id();
   uint64_t first_tenancy;
   std::map<Agent, Branch> branches;  // by stream
-  std::map<FakeGenerator*, uint64_t> offsets;
+  std::map<DrawStatePointer, uint64_t> offsets;
   std::map<uintptr_t, std::vector<char>> saved;
   std::set<uintptr_t> outside;  // the addresses of memory of others
   std::vector<Node> nodes;
@@ -195,39 +202,39 @@ inline void queue(Agent stream, Work work) {
   for (const auto& use : work.uses) checker().access(stream, use, work.name);
 }
 // A function that gives the generator from which an op on a stream draws, at each run of the op.
-inline std::function<at::Generator()> draw(GeneratorPointer generator, Agent stream, const std::string& name) {
+inline std::function<at::Generator()> draw(DrawStatePointer state, Agent stream, const std::string& name) {
   auto* capture = capture_for_work(stream, name);
   if (!capture)
-    return [generator, offset = std::exchange(generator->offset_, generator->offset_ + FakeGenerator::OFFSET_OF_AN_OP)] {
-      return generator->generator_at(offset);
+    return [seed = state->seed, offset = std::exchange(state->offset, state->offset + FakeGenerator::OFFSET_OF_AN_OP)] {
+      return generator_at(seed, offset);
     };
-  auto entry = capture->offsets.find(generator.get());
+  auto entry = capture->offsets.find(state);
   if (entry == capture->offsets.end())
     refuse(capture, "`" + name + "` draws from a generator that is not registered; call register_generator_state.");
   auto offset = std::exchange(entry->second, entry->second + FakeGenerator::OFFSET_OF_AN_OP);
-  return [generator, offset] { return generator->generator_at(generator->offset_ + offset); };
+  return [state, offset] { return generator_at(state->seed, state->offset + offset); };
 }
 
 class Graph {
  public:
   ~Graph() { reset(); }
 
-  void register_generator(GeneratorPointer generator) { generators[generator.get()] = generator; }
+  void register_state(DrawStatePointer state) { states.insert(state); }
 
-  void capture_begin(c10::DeviceIndex device, GeneratorPointer default_generator, int64_t pool, const std::string& mode) {
+  void capture_begin(c10::DeviceIndex device, DrawStatePointer default_state, int64_t pool, const std::string& mode) {
     Locked held(checker().lock);
     auto stream = agent_on(device);
     TORCH_CHECK(!capture && nodes.empty(), "fake: this graph is captured already; call reset first.");
     TORCH_CHECK(!checker().shared.count(stream), "fake: a graph cannot be captured on the default stream; use another.");
     TORCH_CHECK(!capture_of(stream), "fake: this stream is captured by another graph.");
-    register_generator(default_generator);
+    register_state(default_state);
     static int64_t count = 0;
     this->device = device;
     this->pool = pool;
     ++checker().pools[pool].graphs;
     capture = std::make_unique<Capture>(Capture{++count, pool, mode, stream});
     capture->first_tenancy = checker().tenancies;
-    for (auto& [pointer, generator] : generators) capture->offsets[pointer] = 0;
+    for (auto& state : states) capture->offsets[state] = 0;
     capture->join(stream);
     captures().push_back(capture.get());
   }
@@ -281,7 +288,7 @@ class Graph {
       checker().record(agent, end);
       checker().wait(stream, end);
     }
-    for (auto [generator, offset] : offsets) generator->offset_ += offset;
+    for (auto& [state, offset] : offsets) state->offset += offset;
   }
   void reset() {
     Locked held(checker().lock);
@@ -314,8 +321,8 @@ class Graph {
 
   c10::DeviceIndex device = 0;
   std::unique_ptr<Capture> capture;
-  std::map<FakeGenerator*, GeneratorPointer> generators;
-  std::map<FakeGenerator*, uint64_t> offsets;
+  std::set<DrawStatePointer> states;
+  std::map<DrawStatePointer, uint64_t> offsets;
   std::vector<Node> nodes;
   std::vector<Agent> agents;
   std::set<uintptr_t> outside;

@@ -207,38 +207,40 @@ void refuse_change_in_capture(const c10::Device& device) {
 }
 void FakeGenerator::set_current_seed(uint64_t seed) {
   refuse_change_in_capture(device());
-  seed_ = seed;
-  offset_ = 0;
+  *state = {seed, 0};
 }
 void FakeGenerator::set_offset(uint64_t offset) {
   refuse_change_in_capture(device());
-  offset_ = offset;
+  state->offset = offset;
 }
 uint64_t FakeGenerator::seed() {
   set_current_seed(c10::detail::getNonDeterministicRandom());
-  return seed_;
+  return state->seed;
 }
-void FakeGenerator::set_state(const c10::TensorImpl& state) {
+void FakeGenerator::set_state(const c10::TensorImpl& bytes) {
   refuse_change_in_capture(device());
-  const auto* numbers = static_cast<const uint64_t*>(state.data());
-  seed_ = numbers[0];
-  offset_ = numbers[1];
+  *state = *static_cast<const DrawState*>(bytes.data());
 }
 c10::intrusive_ptr<c10::TensorImpl> FakeGenerator::get_state() const {
-  auto state = at::empty({16}, at::kByte);
-  auto* numbers = static_cast<uint64_t*>(state.data_ptr());
-  numbers[0] = seed_;
-  numbers[1] = offset_;
-  return state.getIntrusivePtr();
+  auto bytes = at::empty({sizeof(DrawState)}, at::kByte);
+  *static_cast<DrawState*>(bytes.data_ptr()) = *state;
+  return bytes.getIntrusivePtr();
+}
+void FakeGenerator::graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& generator) {
+  state = static_cast<FakeGenerator&>(*generator).state;
+}
+c10::intrusive_ptr<c10::GeneratorImpl> FakeGenerator::graphsafe_get_state() const {
+  auto generator = c10::make_intrusive<FakeGenerator>(device().index());
+  generator->state = state;
+  return generator;
 }
 FakeGenerator* FakeGenerator::clone_impl() const {
   auto* generator = new FakeGenerator(device().index());
-  generator->seed_ = seed_;
-  generator->offset_ = offset_;
+  *generator->state = *state;
   return generator;
 }
-at::Generator FakeGenerator::generator_at(uint64_t offset) const {
-  return at::detail::createCPUGenerator(seed_ + offset * 0x9E3779B97F4A7C15);
+at::Generator generator_at(uint64_t seed, uint64_t offset) {
+  return at::detail::createCPUGenerator(seed + offset * 0x9E3779B97F4A7C15);
 }
 const at::Generator& default_generator(c10::DeviceIndex index) {
   static std::vector<at::Generator> generators = [] {
@@ -248,9 +250,9 @@ const at::Generator& default_generator(c10::DeviceIndex index) {
   }();
   return generators[index < 0 ? current : index];
 }
-GeneratorPointer as_fake(const at::Generator& generator) {
+DrawStatePointer state_of(const at::Generator& generator) {
   TORCH_CHECK(generator.device().type() == KIND, "fake: expected a generator of fake, found one of ", generator.device());
-  return GeneratorPointer::reclaim_copy(static_cast<FakeGenerator*>(generator.unsafeGetGeneratorImpl()));
+  return static_cast<FakeGenerator*>(generator.unsafeGetGeneratorImpl())->state;
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -448,7 +450,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (is_random) {
       TORCH_CHECK(generator_position, "fake: `", name, "` draws numbers, and takes no generator");
       auto& value = arguments[*generator_position];
-      generator = draw(as_fake(value.isNone() ? default_generator(run_device.index()) : value.toGenerator()), stream, name);
+      generator = draw(state_of(value.isNone() ? default_generator(run_device.index()) : value.toGenerator()), stream, name);
     }
     if (capture)
       for (const auto& argument : tensors) capture->save(use_of(argument.tensor, argument.writes));
@@ -583,7 +585,7 @@ void delete_graph(int64_t graph) {
   graphs.erase(graph);
 }
 void capture_begin(int64_t graph, int64_t pool, std::string mode) {
-  graphs.at(graph)->capture_begin(current, as_fake(default_generator(current)), pool ? pool : new_pool(), mode);
+  graphs.at(graph)->capture_begin(current, state_of(default_generator(current)), pool ? pool : new_pool(), mode);
 }
 bool is_capturing() {
   Locked held(checker().lock);
@@ -616,7 +618,7 @@ TORCH_LIBRARY(fake_accelerator, m) {
   m.def("pool_of(int graph) -> int", [](int64_t graph) { return graphs.at(graph)->pool; });
   m.def("is_capturing() -> bool", &is_capturing);
   m.def("register_generator(int graph, Generator? generator) -> ()", [](int64_t graph, std::optional<at::Generator> generator) {
-    graphs.at(graph)->register_generator(as_fake(*generator));
+    graphs.at(graph)->register_state(state_of(*generator));
   });
 }
 
