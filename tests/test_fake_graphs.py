@@ -38,9 +38,9 @@ def current_stream() -> torch.Stream:
 
 
 @contextmanager
-def captured(graph: Any, **options: Any) -> Generator[torch.Stream]:
-    """Capture the body on a stream of its own, which waits for the current one, and that for it."""
-    stream = torch.Stream(DEVICE)
+def captured(graph: Any, stream: torch.Stream | None = None, **options: Any) -> Generator[torch.Stream]:
+    """Capture the body on another stream, which waits for the current one, and that for it."""
+    stream = stream or torch.Stream(DEVICE)
     stream.wait_stream(current_stream())
     with stream:
         graph.capture_begin(**options)
@@ -191,14 +191,14 @@ def draw_by_a_shared_state() -> list[str]:
 
 def keep_addresses() -> list[str]:
     """A pool hands out its own memory again, to later captures as well, and to nobody else."""
-    x, pool = new_ones(), torch.get_device_module(DEVICE).graph_pool_handle()
+    x, pool, stream = new_ones(), torch.get_device_module(DEVICE).graph_pool_handle(), torch.Stream(DEVICE)
 
     def run() -> tuple[int, Tensor]:
         freed_address = (x + 1).data_ptr()
         return freed_address, x + 2
 
-    graph, (freed_address, result) = captured_of(run, pool=pool)
-    later_graph, (later_freed_address, later_result) = captured_of(run, pool=pool)
+    graph, (freed_address, result) = captured_of(run, pool=pool, stream=stream)
+    later_graph, (later_freed_address, later_result) = captured_of(run, pool=pool, stream=stream)
     outside = [new_ones().data_ptr() for _ in range(20)]
     wrong = ["not the pool's"] if not graph.pool() == later_graph.pool() == pool else []
     wrong += ["not reused"] if result.data_ptr() != freed_address else []
@@ -477,9 +477,12 @@ def keep_state_in_the_pool(joins: bool) -> None:
 
 def share_a_pool(orders: bool) -> None:
     """The first graph writes over the second's result, as both use memory that the first has freed."""
-    x, pool = new_ones(), torch.get_device_module(DEVICE).graph_pool_handle()
-    freeing_graph, _ = captured_of(lambda: (x + 1).sum(), pool=pool)
-    reusing_graph, result = captured_of(x.mul, 2, pool=pool)
+    x, options = (
+        new_ones(),
+        {"pool": torch.get_device_module(DEVICE).graph_pool_handle(), "stream": torch.Stream(DEVICE)},
+    )
+    freeing_graph, _ = captured_of(lambda: (x + 1).sum(), **options)
+    reusing_graph, result = captured_of(x.mul, 2, **options)
     for graph in (freeing_graph, reusing_graph) if orders else (reusing_graph, freeing_graph):
         graph.replay()
     result.sum()

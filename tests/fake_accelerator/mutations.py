@@ -1,6 +1,9 @@
 """Take a call that waits out of fpipe's runtimes, one at a time: a test on the fake accelerator has to notice.
 
-stream.wait_event(made)        --> without_wait -->        None
+stream.wait_event(event)        --> without_wait -->        None
+leaf.clone()                    --> without_wait -->        leaf
+
+So are calls by which a graph has its inputs, its generators and results of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +20,13 @@ from typing import Any, NamedTuple
 import fpipe
 
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
+OF_PROCESSES = (*WAITS, "wait", "wait_for", "wait_on")
+OF_GRAPHS = (*WAITS, "register_generator_state", "seed", "copy_")
+OF_RESULTS = (*WAITS, "clone")
 UNSEEN = ("CombinedWork.wait", "ExchangeLane._wait_for_launched", "Replicas._free_finished")
 """Functions that wait for what gloo carries alone, for a loss behind an exchange, or to let go of memory."""
+UNSEEN_CALLS = (("GraphStream.capture", "synchronize"),)
+"""Waits that only let the allocator give back memory."""
 ROOT = Path(fpipe.__file__).parent
 
 
@@ -35,20 +43,32 @@ class Wait(NamedTuple):
         """Whether ranks in processes of their own wait there."""
         return Path(self.file).parent.name == "processes"
 
+    @property
+    def of_graphs(self) -> bool:
+        """Whether only a step that is captured shows what is missing."""
+        return Path(self.file).parent.name == "capture" or self.call == "clone"
+
 
 def find_waits() -> list[Wait]:
     """List the waits in fpipe's runtimes, calls of helpers in the same file that wait among them."""
     removable_waits = list[Wait]()
     for path in sorted((ROOT / "runtimes").rglob("*.py")):
         tree = ast.parse(path.read_text())
-        names = (*WAITS, "wait", "wait_for", "wait_on") if path.parent.name == "processes" else WAITS
+        names = _removable_names(path)
         for name, node in _functions(tree):
             calls = [_called_name(call) for call in _calls(node, tree, names) if name not in UNSEEN]
             removable_waits += [
                 Wait(str(path.relative_to(ROOT)), name, call, calls[:index].count(call))
                 for index, call in enumerate(calls)
+                if (name, call) not in UNSEEN_CALLS
             ]
     return removable_waits
+
+
+def _removable_names(path: Path) -> tuple[str, ...]:
+    if path.name == "slots.py":
+        return OF_RESULTS
+    return {"processes": OF_PROCESSES, "capture": OF_GRAPHS}.get(path.parent.name, WAITS)
 
 
 @contextmanager
@@ -76,7 +96,7 @@ def without_wait(wait: Wait) -> Iterator[None]:
 
 
 class _WithoutCall(ast.NodeTransformer):
-    """Replace one call by None, or by the call on whose result it waits."""
+    """Replace one call by None; by the call on whose result it waits, or by the tensor that it clones."""
 
     def __init__(self, removed_call: ast.Call) -> None:
         self.removed_call = removed_call
@@ -85,7 +105,7 @@ class _WithoutCall(ast.NodeTransformer):
         if node is not self.removed_call:
             return self.generic_visit(node)
         waited = node.func.value if isinstance(node.func, ast.Attribute) else None
-        return waited if isinstance(waited, ast.Call) else ast.Constant(None)
+        return waited if isinstance(waited, ast.Call) or _called_name(node) == "clone" else ast.Constant(None)
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
