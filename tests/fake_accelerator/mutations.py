@@ -22,7 +22,6 @@ import fpipe
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
 OF_PROCESSES = (*WAITS, "wait", "wait_for", "wait_on")
 OF_GRAPHS = (*WAITS, "register_generator_state", "seed", "copy_")
-OF_RESULTS = (*WAITS, "clone")
 UNSEEN = ("CombinedWork.wait", "ExchangeLane._wait_for_launched", "Replicas._free_finished")
 """Functions that wait for what gloo carries alone, for a loss behind an exchange, or to let go of memory."""
 UNSEEN_CALLS = (("GraphStream.capture", "synchronize"),)
@@ -66,8 +65,6 @@ def find_waits() -> list[Wait]:
 
 
 def _removable_names(path: Path) -> tuple[str, ...]:
-    if path.name == "slots.py":
-        return OF_RESULTS
     return {"processes": OF_PROCESSES, "capture": OF_GRAPHS}.get(path.parent.name, WAITS)
 
 
