@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.finding.schedule_table import ScheduleTable
+from fpipe.finding.search_result import ScheduleTable
 from fpipe.program import Op, ProgramError
 from fpipe.schedules.priority import RankState
 from property_tests.strategies import max_examples

@@ -14,7 +14,7 @@ import torch
 import fpipe
 from fpipe.finding import search as module
 from fpipe.finding import solver
-from fpipe.finding.schedule_table import ScheduleTable, schedule_table_of
+from fpipe.finding.search_result import ScheduleTable, schedule_table_of
 from fpipe.program import Value
 from property_tests.strategies import tiny
 

@@ -8,10 +8,22 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 
-from fpipe.finding.list_orders import PACED_RULES, ROOM_FOR_ALL, ROOM_FOR_OLDEST, ROOM_FROM_ENTRY, ListOrders, rules
-from fpipe.finding.memory_limits import limits_of, microbatches_that_fit, tighten_limits
+from fpipe.finding.list_orders import (
+    PACED_RULES,
+    ROOM_FOR_ALL,
+    ROOM_FOR_OLDEST,
+    ROOM_FROM_ENTRY,
+    ListOrders,
+    limits_of,
+    microbatches_that_fit,
+    rules,
+    tighten_limits,
+)
 from fpipe.finding.named_starts import WITHOUT_COSTS, named_starts
-from fpipe.finding.op_facts import (
+from fpipe.finding.play import OrderValue
+from fpipe.finding.pool import Contender, contenders_of, improve_pool
+from fpipe.finding.problem import (
+    SearchProblem,
     apply_if_legal,
     full_backward_is_cheaper,
     has_kind,
@@ -20,9 +32,6 @@ from fpipe.finding.op_facts import (
     recomputed_cells,
     relaxed_costs,
 )
-from fpipe.finding.play import OrderValue
-from fpipe.finding.pool import Contender, contenders_of, improve_pool
-from fpipe.finding.problem import SearchProblem
 from fpipe.finding.search_result import NamedRow
 from fpipe.finding.tasks import tasks_of
 from fpipe.program import Op, Program

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from fpipe.finding.climber import Climber
-from fpipe.finding.op_facts import recomputed_cells
 from fpipe.finding.play import OrderValue, order_value
+from fpipe.finding.problem import recomputed_cells
 from fpipe.finding.tasks import Rows, Tasks
 
 Limits = list[float]

@@ -1,13 +1,16 @@
-"""The problem that a search solves: ranks, costs, memory and free choices."""
+"""The problem that a search solves: ranks, costs, memory and free choices; and its questions about a program."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, replace
 
 from fpipe.finding.play import OrderValue, order_value
+from fpipe.program import Program, ProgramError, kind_of, parts_of
 from fpipe.timing.costs import Costs
 from fpipe.timing.timeline import Timeline
 from fpipe.transforms._rewrite import Transform
+from fpipe.transforms.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -41,3 +44,58 @@ class SearchProblem:
     def value(self, timeline: Timeline) -> OrderValue:
         """Return the makespan and the span of a timeline, the objective first."""
         return order_value(timeline, self.objective)
+
+
+def apply_if_legal(transform: Transform, program: Program) -> Program | None:
+    """Apply a schedule to a program, or return None if it refuses the program."""
+    try:
+        return transform(program)
+    except (ProgramError, ValueError):
+        return None
+
+
+def recomputed_cells(program: Program) -> frozenset[tuple[int | None, int | None]]:
+    """Return the (stage, microbatch) pairs that are recomputed."""
+    return frozenset((op.stage, op.microbatch) for op in parts_of(program.ops) if op.kind == "R")
+
+
+def recompute_cells(cells: Collection[tuple[int | None, int | None]]) -> Transform:
+    """Return the transform that recomputes these (stage, microbatch) pairs."""
+    return checkpoint(lambda stage, microbatch: (stage, microbatch) in cells)
+
+
+def placed_ops(program: Program) -> Hashable:
+    """Return a key that programs share if the same ops are on the same ranks, in any order."""
+    return frozenset((op[0], *(part[0:5] for part in op.parts or (op,))) for op in program.ops if kind_of(op.kind).time)
+
+
+def has_kind(program: Program, kind: str) -> bool:
+    """Whether a program has an op of this kind, alone or in a pair."""
+    return any(op.kind == kind for op in parts_of(program.ops))
+
+
+def full_backward_is_cheaper(costs: Costs, program: Program) -> bool:
+    """Whether some full backward takes less time than its I and W together."""
+    fulls = [op for op in parts_of(program.ops) if op.kind == "B"]
+    return any(
+        costs.seconds(op) < (costs.seconds(op._replace(kind="I")) + costs.seconds(op._replace(kind="W"))) * (1 - 1e-12)
+        for op in fulls
+    )
+
+
+def relaxed_costs(costs: Costs, program: Program) -> Costs:
+    """Return costs at which I and W together take no longer than B, so that a bound for split backwards holds for both.
+
+    A bound is computed on the program with split backwards. An order with some full backwards may be shorter than that
+    if B costs less than I and W.
+    """
+    # Without the cluster: `bounds` divides by the speed of a rank itself.
+    seconds = replace(costs, cluster=None).seconds
+    input_seconds, weight_seconds = [0.0] * program.stages, [0.0] * program.stages
+    for op in parts_of(program.ops):
+        if op.kind == "B" and op.stage is not None:
+            bare = op._replace(how=())
+            full, input_half, weight = (seconds(bare._replace(kind=kind)) for kind in "BIW")
+            input_seconds[op.stage] = min(full, input_half)
+            weight_seconds[op.stage] = min(weight, full - input_seconds[op.stage])
+    return replace(costs, backward_input=input_seconds, backward_weight=weight_seconds, backward=None)

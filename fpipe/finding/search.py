@@ -7,14 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from fpipe.finding.fuse import fuse_backwards
-from fpipe.finding.gathering import search_with_gathers
+from fpipe.finding.finish_search import fuse_backwards, search_with_gathers
 from fpipe.finding.local_search import Candidate, LocalSearch
 from fpipe.finding.long_steps import extend_to_long_step, short_program
-from fpipe.finding.op_facts import has_kind, placed_ops, recompute_cells, recomputed_cells
-from fpipe.finding.problem import SearchProblem
-from fpipe.finding.schedule_table import schedule_table_of
-from fpipe.finding.search_result import SearchResult
+from fpipe.finding.problem import SearchProblem, has_kind, placed_ops, recompute_cells, recomputed_cells
+from fpipe.finding.search_result import SearchResult, schedule_table_of
 from fpipe.finding.solver import MAX_OPS_ASKED, is_installed, solve_pool
 from fpipe.limits import check_whole_number
 from fpipe.model import Model

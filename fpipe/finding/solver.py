@@ -16,9 +16,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from fpipe.finding.local_search import LocalSearch
-from fpipe.finding.op_facts import placed_ops
 from fpipe.finding.pool import Contender, contenders_of
-from fpipe.finding.problem import SearchProblem
+from fpipe.finding.problem import SearchProblem, placed_ops
 from fpipe.finding.tasks import Rows, Tasks, TrackStep
 
 MAX_OPS_ASKED = 800
