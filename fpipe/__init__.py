@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from fpipe.finding.search import search
     from fpipe.finding.search_result import SearchResult
     from fpipe.graphs.linearize import Linearized, linearize
-    from fpipe.graphs.tracing.keep_marks import keep
+    from fpipe.graphs.tracing.marks import boundary, keep
     from fpipe.meaning.from_functions import from_functions
     from fpipe.meaning.meaning import register_meaning
     from fpipe.meaning.optimizers.optimizer_state import optimizer_state
@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     from fpipe.measuring.profile import estimate, profile
     from fpipe.measuring.sizes import Sizes, sizes
     from fpipe.models.exchange import exchange
-    from fpipe.models.exporting.boundary import boundary
     from fpipe.models.from_loss import from_loss
     from fpipe.models.from_module import from_module
     from fpipe.models.from_sequential import from_sequential
@@ -110,10 +109,9 @@ _LAZY_NAMES = {
     "planning.plan": ("Plan", "plan"),
     "planning.plan_run": ("plan_run",),
     "planning.run_plan": ("RunPlan",),
-    "graphs.tracing.keep_marks": ("keep",),
+    "graphs.tracing.marks": ("boundary", "keep"),
     "meaning.stages.keys": ("fold_in",),
     "graphs.linearize": ("Linearized", "linearize"),
-    "models.exporting.boundary": ("boundary",),
     "derived.custom_stage": ("custom_stage",),
     "derived.deferred_batch_norm": ("deferred_batch_norm",),
     "derived.freeze": ("evaluating", "freeze"),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.graphs.tracing import trace_cache
-from fpipe.models.exporting.boundary import record_boundaries, seed_stages
+from fpipe.graphs.tracing.marks import record_marks, seed_stages
 from property_tests.bits import is_same_gradient
 from tests.refusals import refusals
 from tests.toys import merged, scripted
@@ -610,8 +610,8 @@ KEY = 11
 
 def test_a_nested_context_leaves_marking_and_seeding_on():
     """Used to raise AttributeError: the inner context dropped the state of the outer one."""
-    with record_boundaries():
-        with record_boundaries():
+    with record_marks():
+        with record_marks():
             pass
         with pytest.raises(ValueError, match="marks a pytree of tensors"):
             fpipe.boundary(3)

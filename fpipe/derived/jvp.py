@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fpipe import tree
 from fpipe.derived.custom_stage import refuse_rules
 from fpipe.graphs.language.graph import aval_of_tensor
-from fpipe.graphs.tracing.keep_marks import collect_marks
+from fpipe.graphs.tracing.marks import collect_marks
 from fpipe.meaning.purity.ambient import in_fake_mode
 from fpipe.meaning.stages.keys import random_states, replay_from
 from fpipe.meaning.stages.outputs import copy_state, split_loss, split_output

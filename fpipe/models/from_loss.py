@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fpipe import tree
+from fpipe.graphs.tracing.marks import seed_stages
 from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.ambient import refuse_unsupported_modes
 from fpipe.meaning.purity.attributes import modules_of
@@ -36,7 +37,6 @@ from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import Subgraph
 from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, has_effect
-from fpipe.models.exporting.boundary import seed_stages
 from fpipe.models.exporting.net_graph import NetTensors, without_checkpoints
 from fpipe.models.exporting.node_contexts import autocast_eps, restored_on_error
 from fpipe.models.exporting.source_locations import location_of

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fpipe.graphs.tracing.marks import MARK
 from fpipe.graphs.tracing.random_ops import draws_random_numbers
 from fpipe.meaning.purity.write_guard import is_check, mutated_nodes
-from fpipe.models.exporting.boundary import MARK
 from fpipe.models.exporting.net_graph import NetGraph
 from fpipe.models.exporting.node_contexts import contexts_of, switches_context
 from fpipe.models.exporting.source_locations import location_of

@@ -16,9 +16,9 @@ from torch import Tensor, fx
 
 from fpipe.graphs.language.flops import flops_of_call, may_multiply
 from fpipe.graphs.tracing.collective_stage import CollectiveStage
+from fpipe.graphs.tracing.marks import MARK
 from fpipe.model import Stage
 from fpipe.models.cutting.graph_stage import BLOCK
-from fpipe.models.exporting.boundary import MARK
 from fpipe.models.exporting.dtensor_ops import DTENSOR, collective_of
 from fpipe.models.exporting.module_calls import (
     ModuleCall,

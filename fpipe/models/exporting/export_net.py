@@ -20,11 +20,11 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from fpipe import tree
+from fpipe.graphs.tracing.marks import record_marks
 from fpipe.meaning.purity.attributes import AttributeSnapshot
 from fpipe.meaning.purity.fingerprint import refuse_unsupported_net
 from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
 from fpipe.meaning.stages.outputs import with_rows_named
-from fpipe.models.exporting.boundary import record_boundaries
 from fpipe.models.exporting.net_graph import OnlyTraceable, without_checkpoints
 from fpipe.models.exporting.sharded_net import replace_by_whole_tensors
 from fpipe.models.exporting.source_locations import location_of_caller, location_of_error, record_locations
@@ -55,7 +55,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
         with (
             torch.enable_grad(),
             only_traceable,
-            record_boundaries(),
+            record_marks(),
             without_cache(net),
             silence_export(),
             _watch_attributes(net, assigned),

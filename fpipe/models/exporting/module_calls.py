@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fpipe.graphs.tracing.marks import next_stage, seed_stages
 from fpipe.meaning.purity.attributes import AttributeSnapshot
-from fpipe.models.exporting.boundary import next_stage, seed_stages
 from fpipe.models.exporting.export_net import call_arguments, without_cache
 from fpipe.models.exporting.net_graph import without_checkpoints
 from fpipe.torch_private.fx import NO_MODULE

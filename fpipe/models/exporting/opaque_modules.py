@@ -23,8 +23,8 @@ from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
 from fpipe import tree
+from fpipe.graphs.tracing.marks import KEY
 from fpipe.meaning.purity.fingerprint import StepChanged
-from fpipe.models.exporting.boundary import KEY
 from fpipe.models.exporting.export_net import double_single_rows, export_net
 from fpipe.models.exporting.module_calls import NetFunction
 from fpipe.models.exporting.source_locations import location_of_error, modules_called_in

@@ -18,11 +18,10 @@ from torch import Tensor, fx, nn
 
 from fpipe import tree
 from fpipe.graphs.tracing.fake_tensors import refuse_data_assignment
-from fpipe.graphs.tracing.keep_marks import record_marks_as_ops
+from fpipe.graphs.tracing.marks import KEY, record_marks
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.stages.keys import with_seed
 from fpipe.meaning.stages.outputs import symbols_in, with_rows_named
-from fpipe.models.exporting.boundary import KEY, record_boundaries
 from fpipe.models.exporting.net_graph import NetGraph, OnlyTraceable, make_literals_pure, without_checkpoints
 from fpipe.models.exporting.source_locations import location_of, location_of_error, record_locations
 from fpipe.torch_internals import is_fake
@@ -80,7 +79,7 @@ def trace_loss(
     def run_flat(*tensors: Tensor) -> Any:
         proxies = iter(tensors)
         args = tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves])
-        with only_traceable, record_boundaries(), record_locations(modules, called_modules), without_checkpoints():
+        with only_traceable, record_locations(modules, called_modules), without_checkpoints():
             return only_traceable.inspect_results(loss_fn(*args))
 
     error_notes = _explain_errors(fake_args[1], modules)
@@ -88,7 +87,7 @@ def trace_loss(
         with_seed(KEY, "loss_fn"),
         torch.enable_grad(),
         mode,
-        record_marks_as_ops(),
+        record_marks(keeps=True),
         error_notes,
         refuse_data_assignment(),
     ):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fpipe.graphs.tracing.keep_marks import keep
+from fpipe.graphs.tracing.marks import keep
 from fpipe.model import Source
 
 
