@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from fpipe.finding.search import search
     from fpipe.finding.search_result import SearchResult
     from fpipe.graphs.linearize import Linearized, linearize
+    from fpipe.graphs.tracing.collective_stage import exchange
     from fpipe.graphs.tracing.marks import boundary, keep
     from fpipe.meaning.from_functions import from_functions
     from fpipe.meaning.meaning import register_meaning
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
     from fpipe.meaning.step import Step
     from fpipe.measuring.profile import estimate, profile
     from fpipe.measuring.sizes import Sizes, sizes
-    from fpipe.models.exchange import exchange
     from fpipe.models.from_loss import from_loss
     from fpipe.models.from_module import from_module
     from fpipe.models.from_sequential import from_sequential
@@ -115,7 +115,7 @@ _LAZY_NAMES = {
     "derived.custom_stage": ("custom_stage",),
     "derived.deferred_batch_norm": ("deferred_batch_norm",),
     "derived.freeze": ("evaluating", "freeze"),
-    "models.exchange": ("exchange",),
+    "graphs.tracing.collective_stage": ("exchange",),
     "meaning.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
     "models.from_module": ("from_module",),
