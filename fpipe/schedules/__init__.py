@@ -1,10 +1,9 @@
 """Sizes -> Transform: the schedules people say by name, and tables of your own."""
 
-from fpipe.schedules.basic import eager_1f1b, gpipe, one_f_one_b
+from fpipe.schedules.basic import eager_1f1b, gpipe, one_f_one_b, pipedream, pipedream_2bw
 from fpipe.schedules.interleaved import group_interleaved, interleaved, interleaved_zb, kimi_k2, looped_bfs, seq1f1b
 from fpipe.schedules.offloading import bpipe, pipe_offload
 from fpipe.schedules.overlap import interleaved_overlap, one_f_one_b_overlap
-from fpipe.schedules.pipedream import pipedream, pipedream_2bw
 from fpipe.schedules.priority import RankState, from_priority
 from fpipe.schedules.registry import Schedule, about, get, names, register
 from fpipe.schedules.round_robin import roundpipe
