@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.graphs.tracing.running_statistics import Norms
 from fpipe.model import Model, Stage, Turn, require_model
-from fpipe.models.modules.modes import Norms
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.torch_internals import is_batch_norm
 from fpipe.torch_private.modules import has_torch_forward, without_statistics

@@ -9,14 +9,18 @@ computes them in one pass (`compiling/one_pass_norms.py`). The backward of a bat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fpipe.meaning.purity.write_guard import BATCH_NORMS, storage_key, tensors_in
+from fpipe.torch_internals import direct_members, is_batch_norm, is_norm
+from fpipe.torch_private.modules import has_torch_forward, without_statistics
 
 _aten: Any = torch.ops.aten
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
@@ -131,3 +135,54 @@ def _empty_copy_of(node: fx.Node) -> Tensor:
     statistic: Any = node.meta["val"]
     with statistic.fake_mode:
         return statistic.new_empty(statistic.shape)
+
+
+Norms = Sequence[tuple[str, Any]]
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Whether a module is a batch or instance norm with running statistics."""
+    return is_norm(module) and module.running_mean is not None
+
+
+def updates_statistics(module: nn.Module) -> bool:
+    """Whether a module is a batch or instance norm that updates its running statistics in its present mode."""
+    return module.training and has_statistics(module)
+
+
+@contextmanager
+def without_norm_mutation(norms: Norms) -> Generator[None]:
+    """Let torch's batch norms bind new running statistics instead of mutating them, so that a trace mutates nothing.
+
+    A norm with momentum=None weighs all batches alike, by a number that it reads from a buffer: no trace can.
+    """
+    with ExitStack() as stack:
+        # Only torch's own forward calls `_check_input_dim`, the hook at which `without_statistics` sees the input.
+        # Instance norms and norms with a forward of their own run as they are written.
+        for _, norm in norms:
+            if is_batch_norm(norm) and has_torch_forward(norm):
+                stack.enter_context(without_statistics(norm, partial(_bind_new_statistics, norm)))
+        yield
+
+
+def _bind_new_statistics(norm: Any, x: Tensor) -> None:
+    # The dict of buffers itself is assigned to: under functional_call it is the dict of the swapped tensors, from which
+    # the stage reads its new state afterwards.
+    buffers = direct_members(norm).buffers
+    batches = buffers["num_batches_tracked"]
+    batches = buffers["num_batches_tracked"] = None if batches is None else batches + 1
+    statistics = RUNNING_STATISTICS(x.detach(), buffers["running_mean"], buffers["running_var"], norm.momentum, batches)
+    buffers["running_mean"], buffers["running_var"] = statistics
+
+
+def refuse_other_channels(module_path: str, norm: Any, state: Mapping[str, Any]) -> None:
+    """Raise ValueError for running statistics of other channels than the norm has."""
+    for name in (f"{module_path}.running_mean", f"{module_path}.running_var"):
+        statistic = state.get(name)
+        if name in state and (not isinstance(statistic, Tensor) or statistic.shape != (norm.num_features,)):
+            actual = f"shape {tuple(statistic.shape)}" if isinstance(statistic, Tensor) else type(statistic).__name__
+            raise ValueError(
+                f"state {name!r} has a number for each of the {norm.num_features} channels, found {actual}. "
+                "Hand in the state of from_sequential, or Result.state."
+            )

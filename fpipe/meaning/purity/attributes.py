@@ -1,7 +1,8 @@
-"""Find the modules and tensors that a function refers to, and notice tensors that a call binds to plain attributes.
+"""Find the modules and tensors that a function refers to, and notice attributes and modes that change.
 
 self.mean = 0.9 * self.mean         refused where it is a plain attribute: what a module remembers is a buffer
 self.calls += 1                     happens once, when the stage is traced, and is undone after the trace
+net.eval(), then the step           refused if the net was traced in training
 """
 
 from __future__ import annotations
@@ -70,6 +71,40 @@ class AttributeSnapshot:
 
 
 _CONTAINER_TYPES = (dict, OrderedDict, list, set)
+
+
+class Modes:
+    """The train or eval mode that each module had at some occasion, to be compared with its mode today.
+
+    Args:
+        modules: the modules by path.
+        occasion: what happened in these modes, such as "the net was traced"; the error says it.
+        consequence: why a change matters and the way out; the error ends with it.
+
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    >>> modes = Modes([*net.named_modules()], "the net was traced", "call from_module again.")
+    >>> modes.current(), net.eval().training, modes.current()
+    ((True, True, True), False, (False, False, False))
+    """
+
+    def __init__(self, modules: NamedModules, occasion: str, consequence: str) -> None:
+        self.modules, self.occasion, self.consequence = modules, occasion, consequence
+        self.recorded = self.current()
+
+    def current(self) -> tuple[bool, ...]:
+        """Return for each module whether it is in training."""
+        return tuple([module.training for _, module in self.modules])
+
+    def check(self) -> None:
+        """Raise ValueError if a module has changed its mode."""
+        for (module_path, module), was_training in zip(self.modules, self.recorded, strict=True):
+            if module.training != was_training:
+                old_mode, new_mode = ("training", "eval") if was_training else ("eval", "training")
+                raise ValueError(
+                    f"module {module_path!r} ({type(module).__name__}) was in {old_mode} when {self.occasion} "
+                    f"and is in {new_mode} now: {self.consequence}"
+                )
 
 
 def modules_of(function: Any) -> NamedModules:

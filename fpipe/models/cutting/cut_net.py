@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.meaning.purity.attributes import NamedModules
+from fpipe.meaning.purity.attributes import Modes, NamedModules
 from fpipe.meaning.purity.fingerprint import may_depend_on_mode
 from fpipe.model import Source, as_stage_input
 from fpipe.models.cutting.batch_guard import BatchGuard
@@ -22,7 +22,6 @@ from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph, buffers_written_by_stage
 from fpipe.models.cutting.place_cuts import flops_of_nodes
 from fpipe.models.exporting.net_graph import NetTensors
-from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.load import ParamAddresses
 from fpipe.torch_private.fx import example_number
 

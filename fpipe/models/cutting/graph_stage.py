@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.meaning.purity.attributes import IdentityKey, value_key
+from fpipe.meaning.purity.attributes import IdentityKey, Modes, value_key
 from fpipe.meaning.purity.write_guard import mutated_nodes
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.marked_graph import draws_random
 from fpipe.models.exporting.net_graph import NetTensors
 from fpipe.models.exporting.node_contexts import Context, contexts_of, copy_nodes, restored_on_error
 from fpipe.models.exporting.opaque_modules import opaque_calls_of, rename_calls
-from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.load import ParamAddresses
 from fpipe.positional_stage import PositionalStage
 from fpipe.torch_private.fx import dump_graph, load_graph

@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 
 from fpipe import tree
 from fpipe.graphs.tracing.marks import record_marks
+from fpipe.graphs.tracing.running_statistics import updates_statistics
 from fpipe.meaning.purity.attributes import AttributeSnapshot
 from fpipe.meaning.purity.fingerprint import refuse_unsupported_net
 from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
@@ -28,7 +29,6 @@ from fpipe.meaning.stages.outputs import with_rows_named
 from fpipe.models.exporting.net_graph import OnlyTraceable, without_checkpoints
 from fpipe.models.exporting.sharded_net import replace_by_whole_tensors
 from fpipe.models.exporting.source_locations import location_of_caller, location_of_error, record_locations
-from fpipe.models.modules.modes import updates_statistics
 from fpipe.program import building
 from fpipe.torch_internals import direct_members
 from fpipe.torch_private.fx import import_export, silence_export

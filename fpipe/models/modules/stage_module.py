@@ -17,19 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fpipe.meaning.purity.attributes import AttributeSnapshot, IdentityKey
-from fpipe.meaning.purity.fingerprint import draws_random, module_key, refuse_impure
-from fpipe.meaning.purity.pure import Impure
-from fpipe.meaning.purity.write_guard import WriteGuard, storage_key
-from fpipe.model import check_keys
-from fpipe.models.modules.modes import (
+from fpipe.graphs.tracing.running_statistics import (
     STATISTICS,
-    Modes,
     has_statistics,
     refuse_other_channels,
     updates_statistics,
     without_norm_mutation,
 )
+from fpipe.meaning.purity.attributes import AttributeSnapshot, IdentityKey, Modes
+from fpipe.meaning.purity.fingerprint import draws_random, module_key, refuse_impure
+from fpipe.meaning.purity.pure import Impure
+from fpipe.meaning.purity.write_guard import WriteGuard, storage_key
+from fpipe.model import check_keys
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.load import ParamAddresses
 from fpipe.positional_stage import Names, PositionalStage

@@ -19,6 +19,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.language.graph import Aval, aval_of_tensor
 from fpipe.graphs.tracing.fake_tensors import LeakedTensor
+from fpipe.graphs.tracing.running_statistics import without_norm_mutation
 from fpipe.graphs.tracing.trace import outline
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.attributes import AttributeSnapshot
@@ -27,7 +28,6 @@ from fpipe.meaning.purity.write_guard import WriteGuard, storage_key
 from fpipe.meaning.stages.keys import with_seed
 from fpipe.meaning.stages.outputs import outputs_of
 from fpipe.model import Model
-from fpipe.models.modules.modes import without_norm_mutation
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.torch_internals import direct_members
 
