@@ -19,7 +19,6 @@ from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
-from fpipe.training import program
 from fpipe.transforms._rewrite import chain, identity
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.communicate import communicate, free
@@ -34,6 +33,7 @@ from fpipe.transforms.specs import Chunk, Replicate, Sum, register_spec
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import forward_only, merge_backward, split_backward
 from fpipe.transforms.steps import steps
+from fpipe.transforms.training import program
 from fpipe.transforms.update import update
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from fpipe.model import Source
 from fpipe.program import Program
 from fpipe.schedules.tables import from_table
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import split_backward
+from fpipe.transforms.training import program as base_program
 
 Takes = tuple[Source | tuple[Source, ...], ...]
 """Inputs of each stage: "batch", a stage, or several of these."""

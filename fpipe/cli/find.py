@@ -14,11 +14,11 @@ from fpipe.finding.search import Objective, Policy, Solver
 from fpipe.finding.search import search as find
 from fpipe.interop import to_json
 from fpipe.timing.costs import Costs
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.merge import merge
 from fpipe.transforms.place import place
 from fpipe.transforms.split import split
+from fpipe.transforms.training import program as base_program
 
 HALVES: dict[str, bool | Literal["auto"]] = {"auto": "auto", "all": True, "none": False}
 

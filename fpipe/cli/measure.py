@@ -23,10 +23,10 @@ from fpipe.schedules.named import parse
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
+from fpipe.transforms.training import program as base_program
 
 Workload = tuple[Model, Any, tuple[Any, Any], Any]
 """A model, its params, a batch and state."""

@@ -30,13 +30,13 @@ from fpipe.schedules.named import option, with_options
 from fpipe.schedules.named import parse as parse_name
 from fpipe.schedules.tables import from_table
 from fpipe.timing.cluster import Cluster, parse_bytes
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.cells import keys_of, read_table, read_text_file, sizes_of
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
 from fpipe.transforms.shard import GATHERS, NEVER, checked_policies
 from fpipe.transforms.split import split
+from fpipe.transforms.training import program as base_program
 
 if TYPE_CHECKING:
     from fpipe.model import Model

@@ -19,7 +19,6 @@ from fpipe.finding.tasks import Rows, SteadyState, Tasks, extrapolate, steady_st
 from fpipe.model import Source
 from fpipe.program import Program, ProgramError, is_exchange
 from fpipe.timing.simulate import simulate
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import chain, identity
 from fpipe.transforms.cells import Key
 from fpipe.transforms.checkpoint import checkpoint
@@ -27,6 +26,7 @@ from fpipe.transforms.merge import merge
 from fpipe.transforms.reorder import apply_table
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import split_backward
+from fpipe.transforms.training import program as base_program
 
 LONG_STEP = 4
 """A step with more microbatches for each rank is searched as a shorter one."""

@@ -20,13 +20,13 @@ from fpipe.schedules.registry import about
 from fpipe.timing.amounts import format_exact_amount
 from fpipe.timing.costs import Costs, checked_costs
 from fpipe.timing.simulate import simulate
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.checkpoint import checkpoint as recompute
 from fpipe.transforms.merge import merge
 from fpipe.transforms.place import stage_ranks
 from fpipe.transforms.shard import checked_policies
 from fpipe.transforms.split import split
+from fpipe.transforms.training import program as base_program
 
 Placement = Literal["any", "linear", "looped", "v"] | Sequence[int]
 Objective = Literal["makespan", "span"]

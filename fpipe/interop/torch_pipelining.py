@@ -36,13 +36,13 @@ from fpipe.interop._torch_tables import (
 )
 from fpipe.model import Model
 from fpipe.program import Op, Program, ProgramError, require_program
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, as_transform, chain
 from fpipe.transforms.cells import sizes_of
 from fpipe.transforms.communicate import communicate
 from fpipe.transforms.merge import merge
 from fpipe.transforms.reorder import apply_table
 from fpipe.transforms.split import split
+from fpipe.transforms.training import program as base_program
 
 if TYPE_CHECKING:
     import torch

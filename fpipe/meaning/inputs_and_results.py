@@ -19,7 +19,7 @@ from fpipe.meaning.step import MISSING, StepInputs
 from fpipe.model import Model, check_keys, require_model, wanted_input_gradients
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Output, Program, Value, parts_of, require_program
-from fpipe.training import program as program_of
+from fpipe.transforms.training import program as program_of
 
 
 def check_inputs(program: Program, model: Model, inputs: StepInputs) -> None:

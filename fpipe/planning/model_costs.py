@@ -19,11 +19,11 @@ from fpipe.measuring.sizes import Sizes, sizes
 from fpipe.model import Model
 from fpipe.program import Program, Value
 from fpipe.timing.costs import Costs, Storages
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.merge import merge
 from fpipe.transforms.shard import is_sharded
 from fpipe.transforms.split import split
+from fpipe.transforms.training import program as base_program
 
 
 @dataclass(frozen=True)

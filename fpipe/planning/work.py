@@ -22,13 +22,13 @@ from fpipe.schedules.named import NamedSchedule
 from fpipe.timing.amounts import NamedBytes, interpolate
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.data_parallel import data_parallel
 from fpipe.transforms.merge import merge
 from fpipe.transforms.shard import NEVER, is_sharded, shard
 from fpipe.transforms.split import split
+from fpipe.transforms.training import program as base_program
 
 if TYPE_CHECKING:
     from fpipe.planning.model_costs import MeasuredModel

@@ -16,10 +16,10 @@ from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs, PerStage, checked_costs, compute_ranks
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
+from fpipe.transforms.training import program as base_program
 
 Compared = str | Transform | Program | tuple[str, Transform | Program]
 UNKNOWN = float("nan")

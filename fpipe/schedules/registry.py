@@ -11,10 +11,10 @@ from typing import ParamSpec
 
 from fpipe.limits import check_whole_number
 from fpipe.program import Program, ProgramError
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, as_transform, chain
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
+from fpipe.transforms.training import program as base_program
 
 P = ParamSpec("P")
 Refusal = Callable[[int, int, int], str | None]

@@ -24,12 +24,12 @@ from fpipe.schedules.registry import about
 from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
-from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.checkpoint import Policy, checkpoint
 from fpipe.transforms.communicate import communicate, free
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
+from fpipe.transforms.training import program as base_program
 from fpipe.verification.verify import verify
 
 T = TypeVar("T")
