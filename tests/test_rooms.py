@@ -57,7 +57,7 @@ runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/
 runtimes <- root meaning/optimizers transforms meaning runtimes/audit runtimes/in_process runtimes/processes
 measuring <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning graphs/language
     runtimes/lowering runtimes/processes runtimes
-planning <- root transforms timing schedules meaning/single_device finding measuring
+planning <- root transforms timing schedules finding measuring
 pictures <- root timing planning
 testing <- root transforms timing schedules meaning verification pictures
 cli <- root transforms timing schedules meaning verification finding models/parameters interop oracle models runtimes

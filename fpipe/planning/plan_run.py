@@ -90,7 +90,7 @@ def plan_run(
         if example is None or len(example) not in (2, 3) or rows is not None or stages is not None:
             raise ValueError("a model needs example=(params, batch), and takes no rows= or stages=.")
         # Imported here since it needs torch, which a plan from given costs does without.
-        from fpipe.planning.model_costs import MeasuredModel
+        from fpipe.measuring.profile import MeasuredModel
 
         params, batch, *state = example
         measured = MeasuredModel(workload, params, batch, state[0] if state else None, machine.flops)

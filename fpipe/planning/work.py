@@ -31,7 +31,7 @@ from fpipe.transforms.split import split
 from fpipe.transforms.training import program as base_program
 
 if TYPE_CHECKING:
-    from fpipe.planning.model_costs import MeasuredModel
+    from fpipe.measuring.profile import MeasuredModel
 
 
 CostsOfParts = Costs | Callable[[float], Costs]
