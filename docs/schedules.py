@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fpipe
 from fpipe.schedules import Schedule
-from fpipe.schedules.named import parse as schedule_of
+from fpipe.schedules.notations import parse as schedule_of
 
 PAGE = Path(__file__).with_suffix(".md")
 DRAWN = ((3, 4), (4, 4), (2, 4), (4, 8))

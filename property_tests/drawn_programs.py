@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fpipe.model import Source
 from fpipe.program import Program
-from fpipe.schedules.tables import from_table
+from fpipe.schedules.notations import from_table
 from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge

@@ -19,7 +19,7 @@ from fpipe.model import Model
 from fpipe.models.from_sequential import from_sequential
 from fpipe.program import Program
 from fpipe.runtimes.build import build
-from fpipe.schedules.named import parse
+from fpipe.schedules.notations import parse
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline

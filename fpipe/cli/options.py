@@ -26,9 +26,8 @@ from fpipe.pictures.style import SWITCHES
 from fpipe.pictures.style import Style as PictureStyle
 from fpipe.program import KINDS, Program, ProgramError
 from fpipe.schedules import names
-from fpipe.schedules.named import option, with_options
-from fpipe.schedules.named import parse as parse_name
-from fpipe.schedules.tables import from_table
+from fpipe.schedules.notations import from_table, option, with_options
+from fpipe.schedules.notations import parse as parse_name
 from fpipe.timing.cluster import Cluster, parse_bytes
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.cells import keys_of, read_table, read_text_file, sizes_of

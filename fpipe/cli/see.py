@@ -18,7 +18,7 @@ from fpipe.pictures.style import PLAIN
 from fpipe.program import Program, ProgramError
 from fpipe.schedules import about, names
 from fpipe.schedules.compare import compare as compare_schedules
-from fpipe.schedules.named import parse
+from fpipe.schedules.notations import parse
 from fpipe.timing.bounds import bounds
 from fpipe.timing.simulate import simulate
 

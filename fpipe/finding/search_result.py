@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fpipe.program import HtmlRepr, Program, ProgramError, kind_of, parts_of
-from fpipe.schedules.tables import from_table
+from fpipe.schedules.notations import from_table
 from fpipe.timing.timeline import Timeline
 from fpipe.transforms.cells import names_value, parse_cell, read_table
 from fpipe.transforms.checkpoint import checkpoint

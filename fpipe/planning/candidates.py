@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from fpipe.limits import check_whole_number
-from fpipe.schedules.named import NamedSchedule, parse
+from fpipe.schedules.notations import NamedSchedule, parse
 from fpipe.schedules.registry import names
 from fpipe.timing.cluster import Cluster
 from fpipe.transforms.shard import GATHERS, NEVER, checked_policies

@@ -18,7 +18,7 @@ from fpipe.model import Model
 from fpipe.planning.candidates import Candidates, Machine, checked_microbatch_counts
 from fpipe.program import PARAMETERS, Program, ProgramError, Value
 from fpipe.schedules.compare import parts_of_a_rank, share_costs
-from fpipe.schedules.named import NamedSchedule
+from fpipe.schedules.notations import NamedSchedule
 from fpipe.timing.amounts import NamedBytes, interpolate
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs

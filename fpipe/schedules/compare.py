@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from fpipe.limits import check_whole_number
 from fpipe.program import HtmlRepr, Program, Value
-from fpipe.schedules.named import parse
+from fpipe.schedules.notations import parse
 from fpipe.timing.amounts import NamedBytes, align_columns, checked_count, format_amount
 from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs, PerStage, checked_costs, compute_ranks

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fpipe.limits import check_whole_number
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.schedules.list_scheduler import LATER, NOTHING, ListSchedule, TaskGraph, list_schedule
-from fpipe.schedules.tables import placed_on
+from fpipe.schedules.notations import placed_on
 from fpipe.timing.costs import Costs, checked_costs
 from fpipe.timing.waiting import waits_between_ops
 from fpipe.transforms._rewrite import Transform, as_transform
