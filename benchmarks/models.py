@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import fpipe
 from examples import demo, seq2seq
 from fpipe import tree
-from fpipe.meaning.stages.keys import make_seeder, thread_generator
+from fpipe.meaning.purity.keys import make_seeder, thread_generator
 
 MICROBATCHES = 8
 Params = dict[str, Tensor]

@@ -68,9 +68,9 @@ if TYPE_CHECKING:
     from fpipe.meaning.optimizers.optimizer_state import optimizer_state
     from fpipe.meaning.optimizers.rules import register_update
     from fpipe.meaning.purity.fingerprint import StepChanged
+    from fpipe.meaning.purity.keys import fold_in
     from fpipe.meaning.single_device.reference import reference
     from fpipe.meaning.single_device.result import Result
-    from fpipe.meaning.stages.keys import fold_in
     from fpipe.meaning.step import Step
     from fpipe.measuring.profile import estimate, profile
     from fpipe.measuring.sizes import Sizes, sizes
@@ -110,7 +110,7 @@ _LAZY_NAMES = {
     "planning.plan_run": ("plan_run",),
     "planning.run_plan": ("RunPlan",),
     "graphs.tracing.marks": ("boundary", "keep"),
-    "meaning.stages.keys": ("fold_in",),
+    "meaning.purity.keys": ("fold_in",),
     "graphs.linearize": ("Linearized", "linearize"),
     "derived.custom_stage": ("custom_stage",),
     "derived.deferred_batch_norm": ("deferred_batch_norm",),

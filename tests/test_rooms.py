@@ -26,31 +26,30 @@ meaning/optimizers <- root
 transforms <- root meaning/optimizers
 timing <- root transforms
 schedules <- root transforms timing
-meaning/stages <- root meaning/purity
-meaning/single_device <- root meaning/purity meaning/optimizers transforms timing meaning/stages
-meaning <- root meaning/purity meaning/optimizers transforms timing meaning/stages meaning/single_device
-verification <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
+meaning/single_device <- root meaning/purity meaning/optimizers transforms timing
+meaning <- root meaning/purity meaning/optimizers transforms timing meaning/single_device
+verification <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning
 torch_private <- root
 graphs/language <- root meaning/purity
 finding <- root transforms timing schedules
-graphs/tracing <- root meaning/purity meaning/stages torch_private graphs/language
+graphs/tracing <- root meaning/purity torch_private graphs/language
 graphs/compiling <- root meaning/purity torch_private graphs/language graphs/tracing
 graphs <- root meaning/purity graphs/language graphs/tracing graphs/compiling
-models/parameters <- root meaning/purity meaning/stages meaning/single_device torch_private
+models/parameters <- root meaning/purity meaning/single_device torch_private
 interop <- root transforms timing meaning/single_device meaning torch_private
-models/modules <- root meaning/purity meaning/stages torch_private graphs/language graphs/tracing models/parameters
-models/exporting <- root meaning/purity meaning/stages torch_private graphs/tracing
-derived <- root meaning/purity meaning/stages torch_private graphs/language graphs/tracing models/modules
+models/modules <- root meaning/purity torch_private graphs/language graphs/tracing models/parameters
+models/exporting <- root meaning/purity torch_private graphs/tracing
+derived <- root meaning/purity torch_private graphs/language graphs/tracing models/modules
 oracle <- root meaning/purity meaning/optimizers transforms meaning/single_device verification models/parameters
-models/cutting <- root meaning/purity timing meaning/stages torch_private graphs/language graphs/tracing
+models/cutting <- root meaning/purity timing torch_private graphs/language graphs/tracing
     models/parameters models/exporting
-runtimes/lowering <- root meaning/purity meaning/optimizers meaning/stages meaning/single_device meaning torch_private
+runtimes/lowering <- root meaning/purity meaning/optimizers meaning/single_device meaning torch_private
     graphs/language graphs/tracing graphs/compiling
 runtimes/faults <- root meaning/purity torch_private graphs/language runtimes/lowering
 runtimes/audit <- root meaning/purity meaning/single_device meaning verification graphs/language runtimes/lowering
 runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning graphs/language
     graphs/tracing runtimes/lowering runtimes/audit
-models <- root meaning/purity timing meaning/stages meaning/single_device meaning torch_private graphs/tracing
+models <- root meaning/purity timing meaning/single_device meaning torch_private graphs/tracing
     models/parameters models/modules models/exporting models/cutting
 runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning torch_private
     graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults runtimes/audit

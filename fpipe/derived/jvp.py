@@ -23,8 +23,8 @@ from fpipe.derived.custom_stage import refuse_rules
 from fpipe.graphs.language.graph import aval_of_tensor
 from fpipe.graphs.tracing.marks import collect_marks
 from fpipe.meaning.purity.ambient import in_fake_mode
-from fpipe.meaning.stages.keys import random_states, replay_from
-from fpipe.meaning.stages.outputs import copy_state, split_loss, split_output
+from fpipe.meaning.purity.keys import random_states, replay_from
+from fpipe.meaning.purity.outputs import copy_state, split_loss, split_output
 from fpipe.model import Model, Stage, require_model
 from fpipe.torch_private.modules import load_forward_mode
 

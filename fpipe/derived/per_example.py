@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fpipe import tree
 from fpipe.derived.custom_stage import refuse_rules
 from fpipe.graphs.tracing.marks import collect_marks
-from fpipe.meaning.stages.outputs import split_loss, split_output
+from fpipe.meaning.purity.outputs import split_loss, split_output
 from fpipe.model import Model, Stage, require_model
 
 

@@ -19,13 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from fpipe import tree
 from fpipe.meaning.devices import Moves
 from fpipe.meaning.purity.ambient import outside_autocast
-from fpipe.meaning.purity.pure import pure
-from fpipe.meaning.purity.sharded import redistribute_like
-from fpipe.meaning.purity.write_guard import alias, count_rows, expand_per_row, with_layout_of
-from fpipe.meaning.single_device.microbatch_graph import as_graph_leaf, detach_leaf
-from fpipe.meaning.single_device.params_and_state import is_differentiable, trainable_bundle_leaves, wants_grad
-from fpipe.meaning.stages.keys import make_seeder, with_seed
-from fpipe.meaning.stages.outputs import (
+from fpipe.meaning.purity.keys import make_seeder, with_seed
+from fpipe.meaning.purity.outputs import (
     call_stage,
     check_output,
     loss_of,
@@ -34,6 +29,11 @@ from fpipe.meaning.stages.outputs import (
     scaled_weight,
     split_output,
 )
+from fpipe.meaning.purity.pure import pure
+from fpipe.meaning.purity.sharded import redistribute_like
+from fpipe.meaning.purity.write_guard import alias, count_rows, expand_per_row, with_layout_of
+from fpipe.meaning.single_device.microbatch_graph import as_graph_leaf, detach_leaf
+from fpipe.meaning.single_device.params_and_state import is_differentiable, trainable_bundle_leaves, wants_grad
 from fpipe.model import Model, Turn, label_with_random_modules
 from fpipe.program import Op, Value, is_exchange
 from fpipe.torch_internals import is_hooks_forbidden_error

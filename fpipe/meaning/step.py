@@ -18,9 +18,9 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.meaning.optimizers.optimizer_state import find_update, rates_by_step, update_settings
 from fpipe.meaning.purity.ambient import autocast_as, refuse_unsupported_modes
+from fpipe.meaning.purity.keys import fold_in
 from fpipe.meaning.single_device.params_and_state import describe_padding, refuse_extra_arguments
 from fpipe.meaning.single_device.result import Result
-from fpipe.meaning.stages.keys import fold_in
 from fpipe.model import Model
 from fpipe.program import Program
 from fpipe.transforms.update import is_post_validated, with_waiting_updates

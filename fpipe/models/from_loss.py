@@ -28,10 +28,10 @@ from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.ambient import refuse_unsupported_modes
 from fpipe.meaning.purity.attributes import modules_of
 from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_unswappable_params
+from fpipe.meaning.purity.outputs import split_loss
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.params_and_state import check_batch
-from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model, Reduction, unsuitable_signature
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import Subgraph

@@ -23,9 +23,9 @@ from fpipe.limits import check_whole_number
 from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.ambient import refuse_unsupported_modes
 from fpipe.meaning.purity.fingerprint import Fingerprint
+from fpipe.meaning.purity.outputs import with_rows_named
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
 from fpipe.meaning.single_device.params_and_state import IGNORED, check_batch, describe_padding
-from fpipe.meaning.stages.outputs import with_rows_named
 from fpipe.model import LossFunction, Model, Reduction, Stage
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_net import CutNet, CutReport, with_untrained

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import outside_autocast
+from fpipe.meaning.purity.outputs import split_loss
 from fpipe.meaning.single_device.microbatch import join
 from fpipe.meaning.single_device.microbatch_graph import add_optional
 from fpipe.meaning.single_device.microbatch_sums import sum_over_microbatches
 from fpipe.meaning.single_device.params_and_state import describe_padding, trainable_leaves
 from fpipe.meaning.single_device.result import Result
-from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model, Stage
 from fpipe.verification.reference_settings import StepArguments
 from fpipe.verification.report import (

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fpipe.meaning.purity.ambient import Untraceable, kernel_settings
+from fpipe.meaning.purity.keys import with_seed
 from fpipe.meaning.purity.sharded import is_collective
 from fpipe.meaning.purity.write_guard import tensors_in
-from fpipe.meaning.stages.keys import with_seed
 from fpipe.torch_internals import returns_of
 from fpipe.torch_private.dispatch import (
     OpOverload,

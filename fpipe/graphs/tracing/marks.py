@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.stages.keys import fold_in, with_seed
+from fpipe.meaning.purity.keys import fold_in, with_seed
 
 KEY = 0
 """The random key for the run on the example; each step has a key of its own."""

@@ -32,8 +32,8 @@ from fpipe.graphs.language.graph import (
 from fpipe.graphs.language.labels import GENERATORS, cotangent_of, gradient_of, is_input, label_at, variable_name
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, param_slots_of
 from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.outputs import outputs_of
 from fpipe.meaning.purity.write_guard import alias
-from fpipe.meaning.stages.outputs import outputs_of
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 

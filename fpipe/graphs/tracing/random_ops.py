@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fpipe.graphs.language.graph import Graph, Name, Node
 from fpipe.graphs.language.labels import GENERATORS
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.stages.keys import TORCH_CPU_GENERATOR, torch_generators, with_seed
+from fpipe.meaning.purity.keys import TORCH_CPU_GENERATOR, torch_generators, with_seed
 from fpipe.torch_internals import OpOverload, schema_arguments
 from fpipe.torch_private.dispatch import without_modes
 

@@ -18,9 +18,9 @@ from fpipe import tree
 from fpipe.graphs.language.graph import Aval, aval_of_tensor
 from fpipe.graphs.language.labels import is_input, label_at
 from fpipe.graphs.tracing.marks import collect_marks
+from fpipe.meaning.purity.outputs import call_stage, check_output, loss_of, outputs_of, split_output
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.write_guard import alias
-from fpipe.meaning.stages.outputs import call_stage, check_output, loss_of, outputs_of, split_output
 from fpipe.model import Model, Turn, check_keys
 from fpipe.positional_stage import PositionalStage
 

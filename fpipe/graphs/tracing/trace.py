@@ -31,15 +31,15 @@ from fpipe.graphs.tracing.random_ops import (
     with_generator_inputs,
 )
 from fpipe.meaning.purity.ambient import Untraceable, outside_autocast
-from fpipe.meaning.purity.pure import Impure
-from fpipe.meaning.purity.write_guard import count_rows, expand_per_row, is_view_in_place, mutated_nodes, with_layout_of
-from fpipe.meaning.stages.keys import lock_torch_generators
-from fpipe.meaning.stages.outputs import (
+from fpipe.meaning.purity.keys import lock_torch_generators
+from fpipe.meaning.purity.outputs import (
     MissingGradient,
     has_python_backward,
     refuse_max_gradients,
     refuse_missing_gradients,
 )
+from fpipe.meaning.purity.pure import Impure
+from fpipe.meaning.purity.write_guard import count_rows, expand_per_row, is_view_in_place, mutated_nodes, with_layout_of
 from fpipe.model import Model
 from fpipe.torch_internals import is_view
 from fpipe.torch_private.dispatch import (

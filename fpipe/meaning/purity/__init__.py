@@ -1,1 +1,1 @@
-"""(a call of a stage) -> whether the call was pure, and the settings and modules that it depended on."""
+"""(a call of a stage, a random key) -> output and loss, whether the call was pure, and what it depended on."""

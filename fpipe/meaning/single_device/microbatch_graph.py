@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import outside_autocast
+from fpipe.meaning.purity.keys import make_seeder, with_seed
+from fpipe.meaning.purity.outputs import call_stage, loss_of, outputs_of, refuse_missing_gradients, split_output
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import redistribute_like
 from fpipe.meaning.purity.write_guard import alias, count_rows, expand_per_row
 from fpipe.meaning.single_device.params_and_state import is_differentiable, trainable_leaves, wants_grad
-from fpipe.meaning.stages.keys import make_seeder, with_seed
-from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_missing_gradients, split_output
 from fpipe.model import Model, Turn, label_with_random_modules
 from fpipe.program import Value
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.meaning.stages.outputs import with_rows_named
+from fpipe.meaning.purity.outputs import with_rows_named
 from fpipe.models.exporting.net_graph import NetGraph
 from fpipe.models.exporting.source_locations import open_sizes
 

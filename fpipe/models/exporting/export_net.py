@@ -24,8 +24,8 @@ from fpipe.graphs.tracing.marks import record_marks
 from fpipe.graphs.tracing.running_statistics import updates_statistics
 from fpipe.meaning.purity.attributes import AttributeSnapshot
 from fpipe.meaning.purity.fingerprint import refuse_unsupported_net
+from fpipe.meaning.purity.outputs import with_rows_named
 from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
-from fpipe.meaning.stages.outputs import with_rows_named
 from fpipe.models.exporting.net_graph import OnlyTraceable, without_checkpoints
 from fpipe.models.exporting.sharded_net import replace_by_whole_tensors
 from fpipe.models.exporting.source_locations import location_of_caller, location_of_error, record_locations

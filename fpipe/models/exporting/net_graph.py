@@ -22,8 +22,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
+from fpipe.meaning.purity.outputs import has_python_backward
 from fpipe.meaning.purity.write_guard import mutated_nodes
-from fpipe.meaning.stages.outputs import has_python_backward
 from fpipe.models.exporting.source_locations import location_of, was_traced_with_grad
 from fpipe.torch_private import dispatch
 from fpipe.torch_private.fx import (

@@ -20,8 +20,8 @@ from fpipe import tree
 from fpipe.graphs.tracing.fake_tensors import refuse_data_assignment
 from fpipe.graphs.tracing.marks import KEY, record_marks
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.stages.keys import with_seed
-from fpipe.meaning.stages.outputs import symbols_in, with_rows_named
+from fpipe.meaning.purity.keys import with_seed
+from fpipe.meaning.purity.outputs import symbols_in, with_rows_named
 from fpipe.models.exporting.net_graph import NetGraph, OnlyTraceable, make_literals_pure, without_checkpoints
 from fpipe.models.exporting.source_locations import location_of, location_of_error, record_locations
 from fpipe.torch_internals import is_fake

@@ -23,10 +23,10 @@ from fpipe.graphs.tracing.running_statistics import without_norm_mutation
 from fpipe.graphs.tracing.trace import outline
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.attributes import AttributeSnapshot
+from fpipe.meaning.purity.keys import with_seed
+from fpipe.meaning.purity.outputs import outputs_of
 from fpipe.meaning.purity.pure import Impure, foreign_write_message
 from fpipe.meaning.purity.write_guard import WriteGuard, storage_key
-from fpipe.meaning.stages.keys import with_seed
-from fpipe.meaning.stages.outputs import outputs_of
 from fpipe.model import Model
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.torch_internals import direct_members

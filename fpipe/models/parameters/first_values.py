@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.meaning.stages.keys import fold_in, with_seed
+from fpipe.meaning.purity.keys import fold_in, with_seed
 from fpipe.torch_internals import ModuleDicts, direct_members, version_of
 from fpipe.torch_private.modules import set_module_dicts
 from fpipe.torch_private.processes import strided_shard

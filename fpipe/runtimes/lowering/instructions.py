@@ -28,7 +28,7 @@ from fpipe.graphs.language.labels import is_parameter
 from fpipe.meaning.by_autograd import StepContext, detach_leaf, scale_cotangent
 from fpipe.meaning.meaning import RULES, sum_gradients
 from fpipe.meaning.purity.ambient import AutocastSettings, autocast_as
-from fpipe.meaning.stages.keys import make_seeder, thread_generator
+from fpipe.meaning.purity.keys import make_seeder, thread_generator
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_walk import is_list
 from fpipe.runtimes.lowering.lowered import AbstractTree, Leaves

@@ -25,7 +25,7 @@ from fpipe.graphs.tracing.collective_stage import CollectiveStage
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.meaning import make_cast, make_rounding
 from fpipe.meaning.purity.ambient import autocast_settings, kernel_settings
-from fpipe.meaning.stages.outputs import scaled_weight
+from fpipe.meaning.purity.outputs import scaled_weight
 from fpipe.meaning.step import StepOptions
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.lowering.abstract_walk import infer_shapes

@@ -20,10 +20,10 @@ from fpipe.meaning.devices import BATCH, bring_batch_leaf, check_at_home, leaf_h
 from fpipe.meaning.inputs_and_results import bind_inputs, collect_results
 from fpipe.meaning.meaning import check_and_measure_batch
 from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.keys import missing_key_message
 from fpipe.meaning.purity.sharded import Sharding, local_shard, sharding_of
 from fpipe.meaning.purity.write_guard import is_strided, layout_of
 from fpipe.meaning.single_device.params_and_state import as_streams, trainable_bundle_leaves
-from fpipe.meaning.stages.keys import missing_key_message
 from fpipe.meaning.step import NO_KEY, Keys, StepInputs
 from fpipe.model import Model, label_with_random_modules
 from fpipe.positional_stage import PositionalStage

@@ -1,1 +1,0 @@
-"""Call one stage: its keyword arguments, its random numbers, its checked outputs, and its autograd graph."""
