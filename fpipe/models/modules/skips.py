@@ -17,12 +17,8 @@ from fpipe.graphs.tracing.marks import keep
 from fpipe.model import Source
 
 
-class Stash(nn.Module):
-    """Stash the value that passes, under a name, and pass it on unchanged.
-
-    >>> Stash("early")
-    Stash('early')
-    """
+class _NamedSkip(nn.Module):
+    """An end of a skip, which runs only as a part of a stage."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -33,14 +29,22 @@ class Stash(nn.Module):
         return repr(self.name)
 
     def forward(self, x: Any) -> Any:
-        """Raise RuntimeError: a skip needs fpipe.from_sequential, which runs the stage that stashes the value."""
+        """Raise RuntimeError: a skip needs fpipe.from_sequential, which runs the stages of its two ends."""
         raise RuntimeError(
             f"{self} runs only inside a stage of fpipe.from_sequential. For the whole net use stages=1 and "
             "fpipe.reference."
         )
 
 
-class Pop(nn.Module):
+class Stash(_NamedSkip):
+    """Stash the value that passes, under a name, and pass it on unchanged.
+
+    >>> Stash("early")
+    Stash('early')
+    """
+
+
+class Pop(_NamedSkip):
     """Pop a stashed value: `join(x, value)` goes on, by default the pair `(x, value)`. Several may pop one value.
 
     Args:
@@ -52,24 +56,13 @@ class Pop(nn.Module):
     """
 
     def __init__(self, name: str, join: Callable[[Any, Any], Any] | None = None) -> None:
-        super().__init__()
+        super().__init__(name)
         if isinstance(join, nn.Module):
             raise TypeError(f"the join of Pop({name!r}) is a function; put the module {type(join).__name__} behind it.")
         join_argument: object = join
         if join_argument is not None and not callable(join_argument):
             raise TypeError(f"the join of Pop({name!r}) is a function f(x, value), found {join_argument!r}.")
-        self.name, self.join = name, join
-
-    def extra_repr(self) -> str:
-        """Return the name, for the module's repr."""
-        return repr(self.name)
-
-    def forward(self, x: Any) -> Any:
-        """Raise RuntimeError: a skip needs fpipe.from_sequential, which runs the stage that pops the value."""
-        raise RuntimeError(
-            f"{self} runs only inside a stage of fpipe.from_sequential. For the whole net use stages=1 and "
-            "fpipe.reference."
-        )
+        self.join = join
 
 
 class Skips(NamedTuple):
