@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import Tensor, nn, overrides
 from torch._ops import OpOverload as OpOverload
+from torch.autograd import profiler
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.nn.modules import module
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
@@ -96,6 +97,11 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 def in_fake_mode() -> bool:
     """Whether a FakeTensorMode is on: its tensors have no data, and it refuses all others (2.13)."""
     return _C._get_dispatch_mode(_FAKE) is not None
+
+
+def is_profiled() -> bool:
+    """Whether torch.profiler or emit_nvtx runs in any thread of this process (2.13: `_is_profiler_enabled`)."""
+    return profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
 
 
 WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")

@@ -19,6 +19,7 @@ from fpipe.torch_internals import (
     in_fake_mode,
     is_hooks_forbidden_error,
     is_leaf_write_error,
+    is_profiled,
     is_view,
     op_and_overload_names,
     returns_of,
@@ -159,6 +160,12 @@ def test_fake_tensors_are_recognized():
         assert in_fake_mode(), "a mode of fake tensors is not seen: a trace would be handed real ones"
         assert isinstance(torch.ones(2), fake_tensor_class()), "fake tensors are of another class: they leak unseen"
     assert not in_fake_mode()
+
+
+def test_a_profiler_is_seen():
+    assert not is_profiled()
+    with torch.autograd.profiler.profile(use_kineto=False):
+        assert is_profiled(), "a profiler is not seen: it shows no ops of the program"
 
 
 def test_the_data_of_a_fake_tensor_is_assigned_where_nobody_refuses():

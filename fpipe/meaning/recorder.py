@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from fpipe.program import Op, Program, Value
 from fpipe.timing.memory import Account
@@ -31,6 +32,13 @@ class RecordedRow(NamedTuple):
     ops: Sequence[Op]
     values_written: Sequence[Value]
     values_freed: Sequence[Value]
+
+
+def in_range(ops: Iterable[Op], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that profilers see as a range named after its ops, such as `fpipe 2B1 + ADD(sum[2,1])`."""
+    # The decorator of torch is not annotated.
+    decorate: Callable[..., Any] = record_function(f"fpipe {' + '.join(op.cell for op in ops)}")
+    return decorate(function)
 
 
 class HeldBytes(NamedTuple):

@@ -19,13 +19,14 @@ from fpipe.meaning.by_autograd import Residuals, StageInputs, StepContext
 from fpipe.meaning.devices import BATCH, bring_batch_leaf, check_at_home, find_moves, input_homes
 from fpipe.meaning.inputs_and_results import bind_inputs, check_inputs, collect_results, make_context
 from fpipe.meaning.meaning import RULES, check_and_measure_batch, make_cast
-from fpipe.meaning.recorder import RecordedRow, Recorder, storages_of
+from fpipe.meaning.recorder import RecordedRow, Recorder, in_range, storages_of
 from fpipe.meaning.single_device.params_and_state import refuse_unloaded
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import Step, StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.ops import is_exchange
 from fpipe.program import Op, Program, Value
+from fpipe.torch_internals import is_profiled
 from fpipe.transforms.communicate import last_uses
 from fpipe.transforms.data_parallel import replica_axes
 
@@ -80,10 +81,12 @@ def walk(
         recorder = Recorder(recorded, rows) if recorded else None
         notes = recorder.begin(tree.leaves([*values.values()])) if recorder else None
         # 3. Walk: each op reads values that are written already, since the list is in such an order.
+        has_ranges = is_profiled()
         for position, (op, freed) in enumerate(zip(program.ops, values_freed_by_op, strict=True)):
             try:
                 started = time.perf_counter()
-                results = RULES[op.kind](op, [values[value] for value in op.reads], context)
+                rule = in_range([op], RULES[op.kind]) if has_ranges else RULES[op.kind]
+                results = rule(op, [values[value] for value in op.reads], context)
                 if options.check_finite:
                     refuse_infinite(op, zip(op.writes, results, strict=True))
             except Exception as error:

@@ -14,12 +14,13 @@ from copy import copy
 from operator import itemgetter, length_hint
 from typing import Any
 
-from fpipe.meaning.recorder import Notes, StreamClock
+from fpipe.meaning.recorder import Notes, StreamClock, in_range
 from fpipe.meaning.walk import describe_op, leaves_with_saved, refuse_infinite
 from fpipe.model import Model
 from fpipe.program import Op
 from fpipe.runtimes.lowering.lane import Lane, See, Watch
 from fpipe.runtimes.lowering.lowered import Instruction
+from fpipe.torch_internals import is_profiled
 
 Leaves = list[Any]
 Slots = list[Any]
@@ -124,7 +125,11 @@ class RankPart:
             slots.extend(results)
 
     def _restart(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        self._remaining = remaining = iter(self._code)
+        code = self._code
+        # One look a step: without a profiler the hot loop pays nothing for ranges.
+        if is_profiled():
+            code = [(in_range(i.ops, run), take) for i, (run, take) in zip(self.instructions, code, strict=True)]
+        self._remaining = remaining = iter(code)
         return remaining
 
     def _add_place(self, error: BaseException, instruction: Instruction) -> None:
