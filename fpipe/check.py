@@ -106,9 +106,11 @@ def check_kinds(program: Program) -> None:
 def _check_splits(program: Program) -> None:
     """Check that all SPLITs cut the batch alike, into as many parts as each stage has SPLITs."""
     for op in program.ops:
-        if op.kind in ("SPLIT", "MERGE") and dict(op.how).get("slices", 1) != program.slices:
-            raise ProgramError(f"{op.cell} says {dict(op.how)}, but the program has {program.slices} slices:\n    {op}")
-    splits = [(position, op, dict(op.how)) for position, op in enumerate(program.ops) if op.kind == "SPLIT"]
+        if op.kind in ("SPLIT", "MERGE") and dict(op.options).get("slices", 1) != program.slices:
+            raise ProgramError(
+                f"{op.cell} says {dict(op.options)}, but the program has {program.slices} slices:\n    {op}"
+            )
+    splits = [(position, op, dict(op.options)) for position, op in enumerate(program.ops) if op.kind == "SPLIT"]
     counts = Counter((op.stage, op.slice, op.reads[0].port) for _, op, _ in splits)
     for position, op, options in splits:
         index, count = options.get("index"), counts[op.stage, op.slice, op.reads[0].port]
@@ -165,12 +167,12 @@ def _find_mistake(op: Op, whole_op: Op) -> str | None:
     """Describe the mistake in an op, which may be a part of the PAIR `whole_op`; None if there is none."""
     # A text may say anything in {..}; a wrong type would otherwise fail deep inside a reading.
     # Kinds that users have registered may have any options.
-    for option, value in op.how if op.kind in _KINDS_WITH_OPTIONS else ():
+    for option, value in op.options if op.kind in _KINDS_WITH_OPTIONS else ():
         if option in _OPTION_TYPES and type(value) is not _OPTION_TYPES[option]:
             return f"says {option}={value!r}, where {_OPTION_TYPES[option].__name__} is wanted"
         if option == "spec" and (mistake := _find_spec_mistake(value)):
             return mistake
-    if is_exchange(op) and not (op.kind in _STAGE_KINDS and len(op.how) > 1 and op.how[1][0] == "axis"):
+    if is_exchange(op) and not (op.kind in _STAGE_KINDS and len(op.options) > 1 and op.options[1][0] == "axis"):
         return "is no collective of a stage: F, R, B, I or W that says {exchange='...', axis='...'}"
     if op.rank != whole_op.rank:
         return f"is on rank {op.rank} inside a PAIR on rank {whole_op.rank}"
@@ -201,7 +203,7 @@ def _find_move_mistake(op: Op) -> str | None:
         return "does not read one value and write one"
     (read_value,), (written_value,) = op.reads, op.writes
     if op.kind in _REPLICA_KINDS:
-        if not dict(op.how).get("axis"):
+        if not dict(op.options).get("axis"):
             return "says no axis of replicas: {axis='...'}"
         names = read_value.name, written_value.name
         if op.kind == "GATHER" and (names != ("shard", "params") or read_value.stage != written_value.stage):

@@ -61,7 +61,7 @@ class Op(NamedTuple):
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
     parts: tuple[Op, ...] = ()
-    how: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def cell(self) -> str:
@@ -82,7 +82,7 @@ class Op(NamedTuple):
         """The op's text without its rank."""
         if self.parts:
             return f"{{ {' ; '.join(part.equation for part in self.parts)} }}"
-        options = [f"{{{', '.join(f'{name}={value!r}' for name, value in self.how)}}}"] if self.how else []
+        options = [f"{{{', '.join(f'{name}={value!r}' for name, value in self.options)}}}"] if self.options else []
         writes = " ".join(map(str, self.writes)) or "_"
         name = self.kind + (_bracketed_indices(self.stage, self.microbatch, self.slice) or "[]")
         return " ".join((writes, "=", name, *map(str, self.reads), *options))
@@ -189,8 +189,8 @@ def is_exchange(op: Op) -> bool:
 def lane_of(op: Op) -> str:
     """Return the lane that an op occupies while it takes time: "exchange" for a collective stage, else its kind's.
 
-    >>> op = Op("F", 1, 0, None, 0, (), (), how=(("exchange", "all_to_all"), ("axis", "ep")))
-    >>> lane_of(op), lane_of(op._replace(how=()))
+    >>> op = Op("F", 1, 0, None, 0, (), (), options=(("exchange", "all_to_all"), ("axis", "ep")))
+    >>> lane_of(op), lane_of(op._replace(options=()))
     ('exchange', 'main')
     """
     return "exchange" if is_exchange(op) else kind_of(op.kind).lane
@@ -334,13 +334,14 @@ def _parse_op(text: str, rank: int) -> Op:
 
 def _parse_options(text: str) -> tuple[tuple[str, Any], ...]:
     try:
-        # Parse "how(index=0, count=2)" as a Python call, and take only keywords with literal values: nothing is
+        # Parse "options(index=0, count=2)" as a Python call, and take only keywords with literal values: nothing is
         # evaluated. The end column proves that the text did not close the call early and go on behind it.
         assert text.endswith("}")
-        call = parse_expression(f"how({text[:-1]})")
+        call_text = f"options({text[:-1]})"
+        call = parse_expression(call_text)
         assert isinstance(call, ast.Call)
         assert isinstance(call.func, ast.Name)
-        assert (call.end_col_offset, call.args) == (len(text.encode()) + 4, [])
+        assert (call.end_col_offset, call.args) == (len(call_text.encode()), [])
         options = tuple((keyword.arg or "", ast.literal_eval(keyword.value)) for keyword in call.keywords)
         assert all(name for name, _ in options)
         assert len({name for name, _ in options}) == len(options)

@@ -5,7 +5,7 @@ The whole language, as a grammar::
     program ::= input*  op*  output*
     input   ::= value @ home,home...                              handed in by the caller, on these ranks
     output  ::= value = value @ home,home...                      result name = the value it is, wanted on these ranks
-    op      ::= value* = KIND[stage,microbatch.slice] value* {how} @ rank
+    op      ::= value* = KIND[stage,microbatch.slice] value* {options} @ rank
               | { op ; op } @ rank                                a PAIR: its parts may not read each other
     value   ::= name[stage,microbatch.slice]:port at              every bracket part and the port may be missing
     at      ::= (nothing) | @rank | >rank | @host                 itself, in a rank's memory, in flight, on the host

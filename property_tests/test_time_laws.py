@@ -206,6 +206,6 @@ def with_exchanges(program: Program, stages: set[int]) -> Program:
 
     def exchanging(op: fpipe.Op) -> fpipe.Op:
         is_exchanged = op.kind in "FRBIW" and op.stage in stages
-        return op._replace(how=(("exchange", "ring"), ("axis", "ep"))) if is_exchanged else op
+        return op._replace(options=(("exchange", "ring"), ("axis", "ep"))) if is_exchanged else op
 
     return Program.trusted(program.inputs, tuple(map_parts(exchanging, op) for op in program.ops), program.outputs)

@@ -119,7 +119,7 @@ def test_layer_checkpoints_write_no_r_and_commute_with_split_backward():
     base = fpipe.split(2)(fpipe.program(3))
     program = fpipe.chain(LAYERS, HALVES)(base)
     assert not any(op.kind == "R" for op in program.ops)
-    assert {op.kind for op in program.ops if op.how} == {"F", "I", "SPLIT"}
+    assert {op.kind for op in program.ops if op.options} == {"F", "I", "SPLIT"}
     assert program == fpipe.chain(HALVES, LAYERS)(base) == LAYERS(program) == fpipe.checkpoint()(program)
     assert fpipe.merge_backward()(program) == LAYERS(base)
     assert fpipe.forward_only()(program) == fpipe.forward_only()(base)

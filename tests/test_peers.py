@@ -285,7 +285,7 @@ def test_a_cast_does_not_round_results_sent_to_the_caller(cast: Any):
         program = fpipe.communicate(cast=cast)(start)
         result = fpipe.build(program, model)(params, batch_of())
         results.append((result.outputs, result.input_grads, result.loss))
-        rounded = {str(op.reads[0]) for op in program.ops if op.kind == "SEND" and op.how}
+        rounded = {str(op.reads[0]) for op in program.ops if op.kind == "SEND" and op.options}
         crossing_by_name = {"y": ("y[0,0]", "y[1,0]", "y[2,0]"), "dx": ("dx[1,0]", "dx[2,0]", "dx[2,0]:1", "dx[3,0]")}
         for name in crossing_by_name if cast is BF16 else cast:
             assert {value for value in rounded if value.startswith(name) and ",0]" in value} == {
@@ -300,7 +300,7 @@ def test_a_cast_does_not_round_a_value_that_is_also_an_output():
     for homes, rounded in (((0,), ["y[0,0]", "dx[1,0]"]), ((1,), ["dx[1,0]"])):
         extra_output = fpipe.Output(fpipe.Value("outputs", 0), fpipe.Value("y", 0, 0), homes)
         program = fpipe.communicate(cast=BF16)(fpipe.Program(start.inputs, start.ops, (*start.outputs, extra_output)))
-        assert [str(op.reads[0]) for op in program.ops if op.kind == "SEND" and op.how] == rounded
+        assert [str(op.reads[0]) for op in program.ops if op.kind == "SEND" and op.options] == rounded
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])

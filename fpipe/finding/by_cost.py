@@ -64,7 +64,9 @@ def _in_ticks(program: Program, costs: Costs) -> Costs:
         field = "exchange" if is_exchange(op) else _FIELDS.get(op.kind)
         if field is not None:
             key = field, op.stage or 0
-            seconds[key] = max(seconds.get(key, 0.0), costs.seconds(op if field == "exchange" else op._replace(how=())))
+            seconds[key] = max(
+                seconds.get(key, 0.0), costs.seconds(op if field == "exchange" else op._replace(options=()))
+            )
     for op, sources in zip(program.ops, program.sources, strict=True):
         for value, source in zip(op.reads, sources, strict=True):
             if source >= 0 and program.ops[source].rank != op.rank:

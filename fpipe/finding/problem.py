@@ -94,7 +94,7 @@ def relaxed_costs(costs: Costs, program: Program) -> Costs:
     input_seconds, weight_seconds = [0.0] * program.stages, [0.0] * program.stages
     for op in parts_of(program.ops):
         if op.kind == "B" and op.stage is not None:
-            bare = op._replace(how=())
+            bare = op._replace(options=())
             full, input_half, weight = (seconds(bare._replace(kind=kind)) for kind in "BIW")
             input_seconds[op.stage] = min(full, input_half)
             weight_seconds[op.stage] = min(weight, full - input_seconds[op.stage])

@@ -261,7 +261,7 @@ def refuse_unsupported(program: Program, model: Model) -> None:
                 f"Leave out place(homes=), {_USE_FPIPE}"
             )
     for op in program.ops:
-        options = dict(op.how)
+        options = dict(op.options)
         for option in options.keys() - {"index", "count"} if op.kind == "SPLIT" else ():
             raise ProgramError(
                 f"{op.cell} has {option}={options[option]!r}; torch's runtime cuts equal microbatches of "

@@ -7,8 +7,8 @@
      "outputs": [{"name": "grads[0]", "value": "sum[0,3]", "homes": [0]}, ...]}
 
 The ops stand in the program's one order, and a rank's schedule is its ops in this order. Values are written as in the
-program's text. An op may also have a `slice`, a `how` (name: value, as Python writes it), and a PAIR has `parts`, its
-ops. The three sizes follow from the ops, and are there for readers.
+program's text. An op may also have a `slice` and `options` (name: value, as Python writes it), and a PAIR has `parts`,
+its ops. The three sizes follow from the ops, and are there for readers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _op_record(op: Op) -> dict[str, Any]:
     indices = {"stage": op.stage, "microbatch": op.microbatch, "slice": op.slice}
     fields: dict[str, Any] = {"kind": op.kind, **{name: i for name, i in indices.items() if i is not None}}
     fields |= {"reads": list(map(str, op.reads)), "writes": list(map(str, op.writes))}
-    return fields | ({"how": {name: repr(value) for name, value in op.how}} if op.how else {})
+    return fields | ({"options": {name: repr(value) for name, value in op.options}} if op.options else {})
 
 
 def from_json(text: str) -> Program:
@@ -101,5 +101,5 @@ def _equation(op: Any) -> str:
     stage, microbatch, slice_index = (str(op.get(name, "")) for name in ("stage", "microbatch", "slice"))
     tail = "," * bool(microbatch or slice_index) + microbatch + "." * bool(slice_index) + slice_index
     reads, writes = (" ".join(map(str, op[name])) for name in ("reads", "writes"))
-    settings = ", ".join(f"{name}={value}" for name, value in op.get("how", {}).items())
+    settings = ", ".join(f"{name}={value}" for name, value in op.get("options", {}).items())
     return f"{writes or '_'} = {op['kind']}[{stage}{tail}] {reads}" + (f" {{{settings}}}" if settings else "")

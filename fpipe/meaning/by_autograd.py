@@ -221,7 +221,7 @@ def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
         "aux": lambda: tree.tree_map(detach_leaf, aux),
         "res": lambda: (
             StageInputs(op, args)
-            if op.how and not is_exchange(op)
+            if op.options and not is_exchange(op)
             else Residuals(
                 params=[tree.leaves(bundle) for bundle in call.bundles],
                 inputs=call.inputs,
@@ -264,7 +264,7 @@ def backward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]
     residuals: Any = args_by_name["res"]
     # A checkpointed op kept only its arguments: run its forward now, for the residuals alone.
     if isinstance(residuals, StageInputs):
-        recompute = residuals.op._replace(writes=tuple(v for v in residuals.op.writes if v.name == "res"), how=())
+        recompute = residuals.op._replace(writes=tuple(v for v in residuals.op.writes if v.name == "res"), options=())
         (residuals,) = forward(recompute, residuals.args, context)
     weight = 1.0
     if residuals.loss is not None:

@@ -27,7 +27,7 @@ def check_inputs(program: Program, model: Model, inputs: StepInputs) -> None:
     check_params(model, inputs.params)
     op = find_update(program)
     if inputs.optim is not None and op is not None:
-        check_optimizer_state(update_settings(op.how), inputs.params, inputs.optim[0])
+        check_optimizer_state(update_settings(op.options), inputs.params, inputs.optim[0])
         if not any(leaf.is_meta for leaf in tree.leaves(inputs.params) if isinstance(leaf, torch.Tensor)):
             refuse_meta("fpipe.optimizer_state(program, params) gives it some", opt=inputs.optim[0])
     check_state(model, inputs.state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
@@ -129,7 +129,7 @@ def collect_results(
 ) -> dict[str, Any]:
     """Return the results by name, after `unshare` of each leaf; unmerged ones as tuples."""
     params, batch, state = step_inputs.params, step_inputs.batch, step_inputs.state
-    presplit = any("presplit" in dict(op.how) for op in program.ops if op.kind == "SPLIT")
+    presplit = any("presplit" in dict(op.options) for op in program.ops if op.kind == "SPLIT")
     merged: dict[str, Any] = {}
     streams: defaultdict[str, dict[tuple[int, int], Any]] = defaultdict(dict)
     by_name: defaultdict[tuple[str, int | None, int | None], list[Output]] = defaultdict(list)
@@ -259,9 +259,9 @@ def _refuse_mixed_rows(program: Program, model: Model) -> None:
                 "add clipped rows."
             )
         if op.kind == "SPLIT" and (
-            misfit := next((setting for setting, _ in op.how if setting in ("spec", "slices")), None)
+            misfit := next((setting for setting, _ in op.options if setting in ("spec", "slices")), None)
         ):
-            actual = "slices of sequences" if misfit == "slices" else f"the spec {dict(op.how)[misfit]}"
+            actual = "slices of sequences" if misfit == "slices" else f"the spec {dict(op.options)[misfit]}"
             raise ValueError(f"per_example takes rows of dim 0 apart, of whole sequences; found {actual} in split().")
 
 

@@ -41,7 +41,7 @@ from fpipe.transforms.specs import Chunk, spec_of
 
 def split_batch(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """Define SPLIT: return a microbatch, or a slice of it, as views, and its share of the batch's rows."""
-    settings = dict(op.how)
+    settings = dict(op.options)
     value_by_name: dict[str, Any] = {}
     share = 1.0
     for value, batch_side in zip(op.reads, args, strict=True):
@@ -72,7 +72,7 @@ def check_and_measure_batch(program: Program, batch: Any) -> tuple[Any, tuple[in
     A batch that is cut already is returned as two streams with the rows of each microbatch; else the whole batch's
     number of rows is the only one.
     """
-    settings = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    settings = next((dict(op.options) for op in program.ops if op.kind == "SPLIT"), {})
     spec = spec_of(settings.get("spec"))
     if program.steps > 1:
         batches, sizes = check_batches(batch, program.steps), set[int]()
@@ -147,7 +147,7 @@ def gather_alone(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[
 
 def make_cast(op: Op) -> Callable[[Any], Any]:
     """Return the function that casts floating leaves as a GATHER, REDUCE or SCATTER says."""
-    dtype: torch.dtype | None = getattr(torch, dict(op.how).get("cast", ""), None)
+    dtype: torch.dtype | None = getattr(torch, dict(op.options).get("cast", ""), None)
 
     def cast(leaf: Any) -> Any:
         if dtype is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
@@ -159,7 +159,7 @@ def make_cast(op: Op) -> Callable[[Any], Any]:
 
 def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """Define MERGE: add losses and counts, and join outputs; or join gradients of the inputs or of single rows."""
-    settings, written_names = dict(op.how), {value.name for value in op.writes}
+    settings, written_names = dict(op.options), {value.name for value in op.writes}
     if "rows" in written_names:
         return [[None if leaves[0] is None else torch.cat(leaves) for leaves in zip(*args, strict=True)]]
     if op.reads[0].name == "inputs":
@@ -225,7 +225,7 @@ def run_pair(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]
 
 def pass_on(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """Define SEND, RECV, OFFLOAD and LOAD within one process: the value, after a cast or a copy to another device."""
-    if op.how:
+    if op.options:
         return [tree.tree_map(make_rounding(op), pytree) for pytree in args]
     moves = [context.moves.get(value) if op.kind == "RECV" else None for value in op.reads]
     return [
@@ -237,7 +237,7 @@ def pass_on(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
 def make_rounding(op: Op) -> Callable[[Any], Any]:
     """Return the function that rounds leaves to the dtype that a SEND casts to; they keep their own dtype."""
     # On processes the message has the smaller dtype, and the receiver casts it back.
-    dtype: torch.dtype = getattr(torch, dict(op.how)["cast"])
+    dtype: torch.dtype = getattr(torch, dict(op.options)["cast"])
 
     def round_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dtype.itemsize <= dtype.itemsize:

@@ -156,7 +156,7 @@ def warn_of_padding(program: Program, model: Model, batch: Any, labels: tuple[st
     Returns:
         Whether it warned.
     """
-    split_settings = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    split_settings = next((dict(op.options) for op in program.ops if op.kind == "SPLIT"), {})
     if model.reduction != "mean" or (program.microbatches == program.steps and "axis" not in split_settings):
         return False
     presplit = "presplit" in split_settings
@@ -208,7 +208,7 @@ def check_optim(program: Program, opt: Any, lr: Any, scale: Any) -> Optim:
     if reads_rate and lr is None:
         raise ValueError(MISSING.format("lr", "lr", "3e-4"))
     # Rates travel as tensors of doubles: the bits of the caller's floats, whatever the parameters' dtype.
-    rates = rates_by_step(lr, program.steps, update_settings(op.how))
+    rates = rates_by_step(lr, program.steps, update_settings(op.options))
     reads_scale = any(value.name == "valid" for value in op.reads)
     if reads_scale is not (scale is not None):
         unread = "this program scales no loss; leave scale= out, or say fpipe.update(loss_scale=)."

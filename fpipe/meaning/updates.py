@@ -20,7 +20,7 @@ from fpipe.program import Op
 
 def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """Define UPDATE: step each leaf with a gradient by the rule and the settings of its name; keep the others."""
-    update = update_settings(op.how)
+    update = update_settings(op.options)
     args_by_name = {value.name: pytree for value, pytree in zip(op.reads, args, strict=True)}
     bundle, bundle_states, grads = args[:3]
     leaves, spec = tree.flatten(bundle)
@@ -141,7 +141,7 @@ def validate(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]
     A norm that is NaN or infinite is not below. The scale follows `torch.amp.GradScaler`: it grows after
     `growth_interval` finite steps, unless it would be infinite, and shrinks after any other step.
     """
-    settings = dict(op.how)
+    settings = dict(op.options)
     if op.reads[0].name == "norm":
         return [_clip_factor(settings["clip"], args[0]) == 1]
     *flags, (scale, steps) = args

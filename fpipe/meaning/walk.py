@@ -193,7 +193,7 @@ def lockstep(
         try:
             if op.kind in _EXCHANGES:
                 operands = [tree.tree_map(make_cast(op), operand) for (operand,) in args_by_replica]
-                is_across = dict(op.how)["axis"] in outer_axes
+                is_across = dict(op.options)["axis"] in outer_axes
                 exchanged = _exchange_in_groups(operands, inner_replicas, is_across, _EXCHANGES[op.kind])
                 results = [[result] for result in exchanged]
             else:
@@ -280,11 +280,11 @@ def check_replicas(program: Program, replicas: int | tuple[int, int]) -> None:
         axis_names = " and ".join(map(repr, axes))
         expected = "a pair such as (2, 2)" if len(axes) == 2 else "a number such as 2"
         raise ValueError(f"the program has replicas along {axis_names}: replicas is {expected}; found {replicas!r}.")
-    exchange = next((op for op in program.ops if is_exchange(op) and dict(op.how)["axis"] in axes), None)
+    exchange = next((op for op in program.ops if is_exchange(op) and dict(op.options)["axis"] in axes), None)
     if replicas != 1 and exchange is not None:
         raise ValueError(
-            f"{exchange.cell} exchanges along {dict(exchange.how)['axis']!r}, an axis of replicas, which is not walked "
-            "in lockstep: compare with replicas=1."
+            f"{exchange.cell} exchanges along {dict(exchange.options)['axis']!r}, an axis of replicas, which is not "
+            "walked in lockstep: compare with replicas=1."
         )
     if replicas != 1 and not any(op.kind in _EXCHANGES for op in program.ops):
         raise ValueError(

@@ -162,9 +162,9 @@ def sizes(
     wire = dict.fromkeys(local_storages, 0)
     wire.update((value, sum(map(_bytes_on_wire, abstract.leaves))) for value, abstract in trees.items())
     for op in program.ops:
-        if op.kind in ("SEND", "SCATTER") and "cast" in dict(op.how):
+        if op.kind in ("SEND", "SCATTER") and "cast" in dict(op.options):
             message = op.writes[0] if op.kind == "SEND" else scattered_value(op)
-            cast = getattr(torch, dict(op.how)["cast"]).itemsize
+            cast = getattr(torch, dict(op.options)["cast"]).itemsize
             leaves = trees[op.reads[0]].leaves
             wire[message] = sum(_bytes_on_wire(leaf, cast, op.kind == "SCATTER") for leaf in leaves)
     messages = messages_of(transferred) if receipts else ()

@@ -155,7 +155,7 @@ def with_halves(program: Program, is_serial: bool = True) -> Program:
 def variants_of(halves: Program) -> list[Program]:
     """Return programs that together have all kinds of op: F and B, then F, R, I and W."""
     # A backward that computes its stage again itself would count R's time.
-    ops = (op._replace(how=()) if op.kind in "FBI" and not is_exchange(op) else op for op in halves.ops)
+    ops = (op._replace(options=()) if op.kind in "FBI" and not is_exchange(op) else op for op in halves.ops)
     plain = _with_ops(halves, ops)
     return [*dict.fromkeys((_join_backwards(plain), checkpoint()(plain)))]
 

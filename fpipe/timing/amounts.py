@@ -182,13 +182,13 @@ Bytes = Mapping[str, float | Sequence[float]] | Callable[[Value], float] | HasSt
 
 def sent_value(send: Op) -> Value:
     """Return the value that a SEND puts on its link: its argument, or the cast of it."""
-    return send.writes[0] if send.how else send.reads[0]
+    return send.writes[0] if send.options else send.reads[0]
 
 
 def scattered_value(op: Op) -> Value:
     """Return the value that a SCATTER or REDUCE puts on its links: its argument, or the cast of it."""
     (value,) = op.reads
-    return value._replace(at=f"{value.at}>{dict(op.how)['axis']}") if "cast" in dict(op.how) else value
+    return value._replace(at=f"{value.at}>{dict(op.options)['axis']}") if "cast" in dict(op.options) else value
 
 
 def check_bytes(sizes: Any) -> None:

@@ -214,11 +214,13 @@ class Costs:
             return max(exchange_seconds, (sum if self.pair == "sum" else max)(computing) if computing else 0.0)
         kind, stage = op.kind, op.stage or 0
         if is_exchange(op):
-            is_free = kind in _FREE_KINDS_BY_EXCHANGE.get(dict(op.how)["exchange"], "W")
+            is_free = kind in _FREE_KINDS_BY_EXCHANGE.get(dict(op.options)["exchange"], "W")
             return 0.0 if is_free else self._field_at_stage("exchange", stage) + self._exchange_seconds(op)
-        # A B or I with a `how` recomputes its stage itself: it costs an R more.
-        if op.how and kind in "BI":
-            return self._seconds_at_unit_speed(op._replace(how=())) + self._seconds_at_unit_speed(op._replace(kind="R"))
+        # A B or I with options recomputes its stage itself: it costs an R more.
+        if op.options and kind in "BI":
+            return self._seconds_at_unit_speed(op._replace(options=())) + self._seconds_at_unit_speed(
+                op._replace(kind="R")
+            )
         if kind == "B" and self.backward is None:
             return self._field_at_stage("backward_input", stage) + self._field_at_stage("backward_weight", stage)
         if (field_name := _FIELD_BY_KIND.get(kind)) is not None:
@@ -265,7 +267,7 @@ class Costs:
         has_bandwidth = self.cluster.across.bandwidth < math.inf
         activations = [[value for value in values if value.name in _ACTIVATIONS] for values in (op.reads, op.writes)]
         bytes_read, bytes_written = (sum(map(self.size, values)) if has_bandwidth else 0.0 for values in activations)
-        exchange_kind = dict(op.how)["exchange"]
+        exchange_kind = dict(op.options)["exchange"]
         # A ring passes its input to the next replica once. Others go around with the whole value, which is the larger
         # of what they read and write; those that sum and give all the result go around twice.
         if exchange_kind == "ring":

@@ -99,7 +99,7 @@ def is_work(op: Op, seconds: float) -> bool:
 
 
 class OpGroups(NamedTuple):
-    """The number of every op's group, and a sample of each group: ops of one kind, stage, rank, parts and `how`."""
+    """The number of every op's group, and a sample of each group: ops of one kind, stage, rank, parts and `options`."""
 
     numbers: list[int]
     samples: list[Op]
@@ -116,7 +116,7 @@ def group_ops(ops: Sequence[Op]) -> OpGroups:
     computed once for each.
     """
     # Iterators in C: ops lie scattered in memory, and a Python loop that looks at each takes 0.1 us an op. The indices
-    # are kind, stage, rank, parts and how of an `Op`.
+    # are kind, stage, rank, parts and options of an `Op`.
     number_by_facts = defaultdict[Any, int](count().__next__)
     numbers = list(map(number_by_facts.__getitem__, map(itemgetter(0, 1, 4, 7, 8), ops)))
     # Numbers are given in the order of first occurrence, so each search starts where the one before ended.

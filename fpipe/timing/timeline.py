@@ -302,13 +302,13 @@ def _work_by_rank(
 ) -> list[tuple[float, float, float]]:
     """Return the work, first start and last end of each rank."""
     totals_by_rank = [[0.0, float("inf"), 0.0] for _ in range(ranks)]
-    kind_and_how = itemgetter(0, 8)
-    # Whether an op is work follows from its kind, its `how` and whether it takes time. So it is asked once for each
-    # kind and `how`, without time and with some, and not for each of a million ops.
-    samples = {kind_and_how(op): op for op in ops}
+    kind_and_options = itemgetter(0, 8)
+    # Whether an op is work follows from its kind, its `options` and whether it takes time. So it is asked once for each
+    # kind and `options`, without time and with some, and not for each of a million ops.
+    samples = {kind_and_options(op): op for op in ops}
     is_work_by_kind = {kind: (is_work(op, 0), is_work(op, 1)) for kind, op in samples.items()}
     for op, start, end in zip(ops, starts, ends, strict=True):
-        if is_work_by_kind[kind_and_how(op)][end > start]:
+        if is_work_by_kind[kind_and_options(op)][end > start]:
             totals = totals_by_rank[op[4]]  # index 4 of an op is its rank
             totals[0] += end - start
             if start < totals[1]:

@@ -95,9 +95,9 @@ def checkpoint(
         # Each chosen F hands its residuals over to an R, which reads what that F reads.
         def drop_residuals(op: Op) -> Op:
             residuals = tuple(value for value in op.writes if value.name == "res")
-            # op.how marks two forwards that get no R: an exchange keeps nothing, and with grain="layer" the backward
+            # Options mark two forwards that get no R: an exchange keeps nothing, and with grain="layer" the backward
             # recomputes already.
-            if not is_chosen(op) or not residuals or op.how:
+            if not is_chosen(op) or not residuals or op.options:
                 return op
             recomputes.append(op._replace(kind="R", writes=residuals))
             return op._replace(writes=tuple(value for value in op.writes if value.name != "res"))
@@ -162,11 +162,13 @@ def _check_arguments(policy: Policy, grain: str, groups: Sequence[Iterable[int]]
 
 def _mark_layer_recompute(program: Program, is_chosen: Callable[[Op], bool], saved: tuple[str, ...]) -> Program:
     """Mark the chosen forwards, which keep only the inputs of their layers, and their backwards, which recompute."""
-    forwards = [op for op in parts_of(program.ops) if not op.how and any(value.name == "res" for value in op.writes)]
+    forwards = [
+        op for op in parts_of(program.ops) if not op.options and any(value.name == "res" for value in op.writes)
+    ]
     chosen = {op[1:4] for op in forwards if is_chosen(op)}
 
     def mark(op: Op) -> Op:
-        return op._replace(how=(("saved", saved),)) if op.kind in "FBI" and op[1:4] in chosen else op
+        return op._replace(options=(("saved", saved),)) if op.kind in "FBI" and op[1:4] in chosen else op
 
     ops = tuple(map_parts(mark, op) for op in program.ops)
     # Marks change neither reads nor writes, so the order and the sources still hold.

@@ -87,7 +87,7 @@ def reduce_results(program: Program, axis: str) -> tuple[list[Op], list[Output]]
 def replica_axes(program: Program) -> tuple[str, ...]:
     """Return the axes of the program's replicas; of two axes, sums along the second are made first."""
     # A SPLIT carries the axes, joined by "+", since it weighs a microbatch among all replicas.
-    options = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    options = next((dict(op.options) for op in program.ops if op.kind == "SPLIT"), {})
     return tuple(options["axis"].split("+")) if "axis" in options else ()
 
 
@@ -104,7 +104,7 @@ def reduce_nested(program: Program, outer_axis: str, inner_axis: str) -> tuple[l
     ops, total_by_sum = list[Op](), dict[Value, Value]()  # sum over the inner axis -> sum over both
 
     def reduce_outer(op: Op, inner_sum: Value, total: Value) -> Op:
-        return op._replace(kind="REDUCE", reads=(inner_sum,), writes=(total,), how=(("axis", outer_axis),))
+        return op._replace(kind="REDUCE", reads=(inner_sum,), writes=(total,), options=(("axis", outer_axis),))
 
     for op in program.ops:
         if op.kind == "SPLIT":
@@ -128,7 +128,7 @@ def reduce_nested(program: Program, outer_axis: str, inner_axis: str) -> tuple[l
 
 
 def _with_axis(op: Op, axis: str) -> Op:
-    return op._replace(how=tuple((dict(op.how) | {"axis": axis}).items()))
+    return op._replace(options=tuple((dict(op.options) | {"axis": axis}).items()))
 
 
 def _rename_values(values: Sequence[Value], names: Mapping[Value, Value]) -> tuple[Value, ...]:
@@ -168,7 +168,7 @@ class _Reducer:
     def rewrite_op(self, op: Op) -> Op:
         """Weigh microbatches by the rows of all replicas, and divide sums over replicas instead of local ones."""
         if op.kind == "SPLIT":
-            return op._replace(how=(*op.how, *self.axis_options))
+            return op._replace(options=(*op.options, *self.axis_options))
         if op.kind == "SCALE":
             return op._replace(reads=_rename_values(op.reads, self.total_by_sum))
         if op.kind == "MERGE" and self.has_count and _LOSS in op.writes:

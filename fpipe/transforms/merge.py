@@ -148,7 +148,7 @@ def _join_slices(program: Program, outputs: Iterable[Output]) -> tuple[list[Outp
 
 def _sequence_options(program: Program) -> tuple[tuple[str, object], ...]:
     """Return the options by which SPLIT cuts sequences, which a MERGE needs to join them; () without slices."""
-    options = next((op.how for op in program.ops if op.kind == "SPLIT" and op.slice is not None), ())
+    options = next((op.options for op in program.ops if op.kind == "SPLIT" and op.slice is not None), ())
     return tuple((option, value) for option, value in options if option in ("slices", "dim"))
 
 
@@ -208,7 +208,7 @@ class _Adder:
 
     def join_input_grads(self, values: list[Value], count: Value | None) -> Value:
         """Join the gradients of the inputs as the batch was cut; divide by the count if there is one."""
-        split_options = next((op.how for op in self.program.ops if op.kind == "SPLIT"), ())
+        split_options = next((op.options for op in self.program.ops if op.kind == "SPLIT"), ())
         names = ("spec", "presplit", "slices", "dim", "sequence")
         options = tuple(option for option in split_options if option[0] in names)
         values = sorted(values, key=lambda value: (value.microbatch or 0, value.slice or 0))

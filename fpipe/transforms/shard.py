@@ -165,10 +165,10 @@ def _scatter_gradients(
     """Replace each REDUCE of gradients by a SCATTER, or scatter each microbatch's gradient before the addition."""
 
     def adds_gradients(op: Op) -> bool:
-        return op[0] == "REDUCE" and op.how == options[:1] and op.writes[0].name in ("all", "cut")
+        return op[0] == "REDUCE" and op.options == options[:1] and op.writes[0].name in ("all", "cut")
 
     if not of_microbatches:
-        return [op._replace(kind="SCATTER", how=options) if adds_gradients(op) else op for op in ops], outputs
+        return [op._replace(kind="SCATTER", options=options) if adds_gradients(op) else op for op in ops], outputs
     add_by_sum = {op.writes[0]: op for op in ops if op.kind == "ADD"}
     # scatter="microbatch": g[0,0] and g[0,1] are scattered, and their shards added up. So walk down from each reduced
     # sum to the gradients under it, scatter these, and let the ADDs read the shards. The REDUCE above them goes, and
@@ -193,7 +193,7 @@ def _scatter_gradients(
                 continue
             new_value = cut_by_gradient if op.kind == "ADD" else sum_by_total
             reads = tuple(new_value.get(value, value) for value in op.reads)
-            op = op._replace(reads=reads, **({"kind": "SCATTER", "how": options} if adds_gradients(op) else {}))
+            op = op._replace(reads=reads, **({"kind": "SCATTER", "options": options} if adds_gradients(op) else {}))
         scattered.append(op)
     scattered += [Op("SCATTER", *grad[1:4], 0, (grad,), (cut,), (), options) for grad, cut in cut_by_gradient.items()]
     return scattered, [output._replace(value=sum_by_total.get(output.value, output.value)) for output in outputs]

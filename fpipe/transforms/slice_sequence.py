@@ -104,7 +104,7 @@ def _slice_op(op: Op, slices: int, options: tuple[tuple[str, object], ...]) -> I
             _insert_before(writes, Value("carry", op.stage, op.microbatch, k), "res")
         if op.kind in "BI" and k:
             _insert_before(writes, Value("dcarry", op.stage, op.microbatch, k), "g", "wres")
-        op_options = (*op.how, *options) if op.kind == "SPLIT" else op.how
+        op_options = (*op.options, *options) if op.kind == "SPLIT" else op.options
         yield Op(*op[:3], k, op.rank, tuple(reads), tuple(writes), (), op_options)
 
 

@@ -58,7 +58,7 @@ def split_backwards(ops: Iterable[Op], where: Choice | None) -> list[Op]:
             halves.append(_new(Op, ("I", *op[1:6], (*cotangents, wres), *op[7:])))
             params = [value for value in op.reads if value.name == "params"]
             gradients = tuple([value for value in op.writes if value.name == "g"])
-            options = op.how if is_exchange(op) else ()
+            options = op.options if is_exchange(op) else ()
             halves.append(_new(Op, ("W", *op[1:5], (*params, wres), gradients, (), options)))
         else:
             halves.append(op)
@@ -139,8 +139,8 @@ def _keep_needed(program: Program, outputs: tuple[Output, ...]) -> Program:
 
     def keep_writes(op: Op) -> Op | None:
         writes = tuple(value for value in op.writes if value in needed_values)
-        options = () if op.kind == "F" and not is_exchange(op) else op.how  # of F: how it was to be computed again
-        return op._replace(writes=writes, how=options) if writes else None
+        options = () if op.kind == "F" and not is_exchange(op) else op.options  # of F: how it was to be computed again
+        return op._replace(writes=writes, options=options) if writes else None
 
     ops: list[Op] = []
     for op in reversed(program.ops):

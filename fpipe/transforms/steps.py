@@ -132,7 +132,7 @@ def _refuse_unsuitable(program: Program, stale: object) -> None:
     if program.steps > 1:
         raise ProgramError(f"this program is {program.steps} training steps already; say fpipe.steps() once.")
     refuse_transfers(program, "steps")
-    splits = [dict(op.how) for op in program.ops if op.kind == "SPLIT"]
+    splits = [dict(op.options) for op in program.ops if op.kind == "SPLIT"]
     if not splits or "presplit" in splits[0]:
         mend = "put fpipe.split() before, if only split(1), without presplit."
         raise ProgramError(f"each step cuts its own batch: {mend}")

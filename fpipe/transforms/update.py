@@ -201,7 +201,7 @@ def _unscale_ops(
 def _shard_axis_option(program: Program) -> _Options:
     """Return the option with the axis along which gradients are sharded; none where they are whole."""
     scatter = next((op for op in program.ops if op.kind == "SCATTER"), None)
-    return () if scatter is None else (("axis", dict(scatter.how)["axis"]),)
+    return () if scatter is None else (("axis", dict(scatter.options)["axis"]),)
 
 
 def _norm_ops(gradients: Sequence[Output], norm: Value, axis_option: _Options) -> list[Op]:

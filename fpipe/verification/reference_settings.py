@@ -45,7 +45,7 @@ class StepArguments:
 
 def settings_of_kind(program: Program, kind: str) -> dict[str, Any]:
     """Return the settings of the first op of a kind; empty if there is none."""
-    return next((dict(op.how) for op in program.ops if op.kind == kind), {})
+    return next((dict(op.options) for op in program.ops if op.kind == kind), {})
 
 
 def spec_of_split(program: Program) -> Any:
@@ -78,7 +78,7 @@ def slicing_of(program: Program) -> SequenceSlicing:
 
 def join_specs_of(program: Program, batch: tuple[Any, Any]) -> JoinSpecs:
     """Return how the results of the microbatches are joined."""
-    merge_settings = (dict(op.how) for op in program.ops if op.kind == "MERGE" and op.reads[0].name != "inputs")
+    merge_settings = (dict(op.options) for op in program.ops if op.kind == "MERGE" and op.reads[0].name != "inputs")
     settings = next(merge_settings, {})
     output_counts = Counter(end.name.name for end in program.outputs)
     # An output with a microbatch in its name was not joined, but in a program of several steps: there the joined output

@@ -77,7 +77,7 @@ def check_training(
     optim = check_optim(program, arguments.opt, arguments.lr, arguments.scale)
     assert optim is not None
     params, opt, state = arguments.params, optim[0], arguments.state
-    check_optimizer_state(update_settings(op.how), params, opt)
+    check_optimizer_state(update_settings(op.options), params, opt)
     scaler = None if optim[2] is None else make_scaler(optim[2], settings_of_kind(program, "VALIDATE"))
     check_and_measure_batch(program, arguments.batch)
     keys = check_key(program, (), arguments.key)
@@ -107,7 +107,7 @@ def check_training(
         params,
         batches_by_step,
         run_reference,
-        update_settings(op.how),
+        update_settings(op.options),
         rates=optim[1] or [None] * program.steps,
         keys=[*keys] if isinstance(keys, tuple) else [keys] * program.steps,
         opt=opt,
@@ -142,7 +142,9 @@ def check_training(
 
 def _updates_shards_by_fused_rule(program: Program, op: Op) -> bool:
     # Such kernels are vectorized, and round the last numbers of a tensor otherwise than the ones before.
-    return bool(dict(update_settings(op.how).settings).get("fused")) and any(op.kind == "GATHER" for op in program.ops)
+    return bool(dict(update_settings(op.options).settings).get("fused")) and any(
+        op.kind == "GATHER" for op in program.ops
+    )
 
 
 def _compare_to_rounding(compare: Callable[[Result, Result], Report], result: Result, expected: Result) -> Report:

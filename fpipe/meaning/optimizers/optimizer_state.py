@@ -183,7 +183,7 @@ def optimizer_state(program: Program, params: Sequence[Any]) -> tuple[Any, ...]:
         raise ValueError(
             f"params is a tuple with one pytree for each of the {program.stages} stages; found {description}."
         )
-    return initial_states(update_settings(op.how), params)
+    return initial_states(update_settings(op.options), params)
 
 
 def initial_states(update: UpdateSettings, params: Sequence[Any]) -> tuple[Any, ...]:
@@ -217,7 +217,7 @@ def check_update(program: Program, names: Sequence[str] | None) -> None:
     op = find_update(program)
     if op is None:
         return
-    update = update_settings(op.how)
+    update = update_settings(op.options)
     rule, groups = update.rule, update.groups
     if rule in MATRIX_RULES and op.reads[0].name == "shard":
         raise ValueError(f"{rule} looks at whole matrices, of which replicas have shards: use fpipe.data_parallel().")

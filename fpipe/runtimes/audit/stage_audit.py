@@ -143,7 +143,7 @@ class StageAudit:
         weight = ops.get("W", backward)
         results = [value for value in forward.writes if value in self.written_leaves]
         residuals = Value("res", *forward[1:4])
-        op = forward._replace(writes=(*results, residuals), how=())
+        op = forward._replace(writes=(*results, residuals), options=())
         operands = [self._definition_operand(value) for value in op.reads]
         *forward_results, forward_residuals = RULES["F"](op, operands, self.context)
         written_leaves = {value: tree.leaves(subtree) for value, subtree in zip(results, forward_results, strict=True)}

@@ -185,7 +185,7 @@ class _AbstractWalk:
                 if transferred in self._trees:
                     abstract = self._trees[transferred]
                     # A transfer that casts puts each leaf into new memory.
-                    if op.how:
+                    if op.options:
                         (cast,) = abstract_eval(op, [abstract], self._context, self._fake)
                         abstract = cast._replace(spec=abstract.spec)
                     self._trees[received] = self._copies.as_received(received, abstract)

@@ -214,7 +214,7 @@ def made_async(
         if lane is None:
             continue
         # 1. An OFFLOAD becomes the start of a copy. One that casts computes, and stays as it is.
-        is_plain_offload = op.kind == "OFFLOAD" and not op.how
+        is_plain_offload = op.kind == "OFFLOAD" and not op.options
         target = _parking_device(op.writes[0], lane.device, devices) if is_plain_offload else lane.device
         if target != lane.device:
             replaced[index] = instruction._replace(run=partial(lane.offload, row, op.writes, target))

@@ -162,7 +162,7 @@ def make_update(
         k: {name: tree.leaves(index)[0] for name, index in numbered_state_by_param[k].items()} for k in with_grad
     }
     extra_specs = [(value.name, trees[value].spec) for value in op.reads[3:]]
-    rule, param_names = update_settings(op.how), names_of_update(op, param_tree.spec, context.model)
+    rule, param_names = update_settings(op.options), names_of_update(op, param_tree.spec, context.model)
 
     @lru_cache(maxsize=_MAX_TRAINED_SUBSETS)
     def updater_of(trained: tuple[int, ...]) -> Callable[..., Any]:

@@ -346,14 +346,14 @@ class _Lowering:
         if op.kind == "GATHER":
             return partial(cast_transfer, make_cast(op))
         if op.kind in TRANSFERS:
-            if op.how:
+            if op.options:
                 return partial(cast_transfer, make_rounding(op))
             return receive_locally if op.kind == "RECV" else send_locally
         if op.kind == "UPDATE":
             return make_update(op, context, self.trees, self.overwritten.leaf_indices[position])
         if op.kind == "ADD":
             return add_in_place if position in self.folds.sums.in_place else add
-        if op.kind == "SPLIT" and "presplit" not in dict(op.how):
+        if op.kind == "SPLIT" and "presplit" not in dict(op.options):
             slices = make_split(op, self.trees)
             if slices is not None:
                 return slices

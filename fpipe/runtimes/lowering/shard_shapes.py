@@ -60,7 +60,7 @@ def shard_of(op: Op) -> Value:
 
 def gather_shapes(op: Op, abstract: AbstractTree, shared: SharedValue | None) -> AbstractTree:
     """Return the result of a GATHER: parameters in new memory, or its operand if it neither gathers nor casts."""
-    if shared is None and "cast" not in dict(op.how):
+    if shared is None and "cast" not in dict(op.options):
         return abstract
     leaves = (
         _cast_fact(op, leaf.aval, leaf.aval, leaf.aval.sharding) if isinstance(leaf, Fact) else leaf
@@ -70,7 +70,7 @@ def gather_shapes(op: Op, abstract: AbstractTree, shared: SharedValue | None) ->
 
 
 def _cast_fact(op: Op, layout: Aval, dtype_source: Aval, sharding: Sharding | None = None) -> Fact:
-    dtype = dict(op.how).get("cast") if dtype_source.dtype.is_floating_point else None
+    dtype = dict(op.options).get("cast") if dtype_source.dtype.is_floating_point else None
     if dtype is not None:
         dtype_source = dtype_source._replace(dtype=getattr(torch, dtype))
     return _contiguous_fact(layout, dtype_source, None, sharding)

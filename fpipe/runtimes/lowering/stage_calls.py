@@ -125,7 +125,7 @@ class StageCalls:
             (label, tuple(i for i, leaf in enumerate(reads[differentiated_label(label)]) if wants_grad(leaf)))
             for label in cotangent_labels
         )
-        saved = dict(run.residual_op.how).get("saved")
+        saved = dict(run.residual_op.options).get("saved")
         return self._cut(op.stage or 0, self._graph(run, cotangents), wanted_cotangents, saved)
 
     def forward_cut(self, stage: int, run: StageRun) -> Cut:

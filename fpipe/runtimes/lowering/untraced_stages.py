@@ -105,7 +105,7 @@ class DryRuns:
             attributes = AttributeSnapshot(modules_of(net_stage_of(function) or function), with_containers=True)
             try:
                 args = [*map(self._zeros, forward_op.reads, forward_reads)]
-                self._results[key] = self._run(op, reads, forward_op._replace(how=()), args)
+                self._results[key] = self._run(op, reads, forward_op._replace(options=()), args)
             except Exception as error:
                 reason = f"a run on zeros, to know what it writes, ended in {type(error).__name__}: {error}"
                 raise Untraceable(reason).for_stage(op.stage or 0, stage_name) from error

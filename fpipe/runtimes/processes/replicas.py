@@ -173,7 +173,7 @@ class Replicas:
         # The caller's list would keep the whole gradients alive until the end of the collective.
         leaves.clear()
         op, parts = self._exchanges.ops[value], self._exchanges.parts[value]
-        axis = dict(op.how)["axis"]
+        axis = dict(op.options)["axis"]
         try:
             with coalesce(self._group_by_axis[axis], [part.buffer.device for part in parts]) as joint_works:
                 works += [part.post(self._group_by_axis[axis], read_leaves)._replace(group=axis) for part in parts]
