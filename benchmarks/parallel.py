@@ -149,7 +149,7 @@ def without_messages(name: str, base: type[Any], values: dict[Value, list[Any]])
 
         def receive(self, *arguments: Any) -> Callable[..., Any]:
             # A loss has no copy on another rank.
-            leaf_lists = [values.get(value) or values[value._replace(at="")] for value in arguments[-1].reads]
+            leaf_lists = [values.get(value) or values[value._replace(location="")] for value in arguments[-1].reads]
             return lambda: [leaves[:] for leaves in leaf_lists]
 
     return mock.patch(f"fpipe.runtimes.{name}", Prereceived)

@@ -97,7 +97,7 @@ def check_kinds(program: Program) -> None:
         homes_by_name[output.name].update(output.homes)
         if output.name.name == "grads" and output.name.stage != output.value.stage:
             raise ProgramError(f"the output {output} gives stage {output.name.stage} the gradient of another.")
-        if ">" in output.value.at.rpartition("@")[2]:
+        if ">" in output.value.location.rpartition("@")[2]:
             raise ProgramError(f"the output {output} is in flight; name the copy that its RECV writes.")
         if output.value in freed:
             raise ProgramError(f"the output {output} is freed before it is handed back.")
@@ -211,11 +211,11 @@ def _find_move_mistake(op: Op) -> str | None:
         return "writes another stage's" if read_value.stage != written_value.stage else None
     if read_value[:5] != written_value[:5]:
         return "moves one value and writes another"
-    if op.kind == "SEND" and ">" not in written_value.at:
+    if op.kind == "SEND" and ">" not in written_value.location:
         return "does not read a value and write it in flight"
-    if op.kind == "SEND" and written_value.at.rpartition(">")[2].partition(".")[0] == str(op.rank):
+    if op.kind == "SEND" and written_value.location.rpartition(">")[2].partition(".")[0] == str(op.rank):
         return "sends to its own rank"
-    if op.kind == "RECV" and (">" not in read_value.at or "@" not in written_value.at):
+    if op.kind == "RECV" and (">" not in read_value.location or "@" not in written_value.location):
         return "does not read what is in flight"
     if op.kind in ("OFFLOAD", "LOAD") and (memory_of(written_value, op.rank) == op.rank) != (op.kind == "LOAD"):
         return f"moves {read_value} {'out of' if op.kind == 'LOAD' else 'into'} the memory of its own rank"
@@ -302,9 +302,9 @@ def _check_transfers(program: Program) -> None:
     receives: dict[Value, Op] = {}
     for position, op in enumerate(program.ops):
         for value in op.reads:
-            if ">" not in value.at:
+            if ">" not in value.location:
                 continue
-            target = value.at.rpartition(">")[2].partition(".")[0]
+            target = value.location.rpartition(">")[2].partition(".")[0]
             subject = f"{op.cell} receives {value}, which"
             if op.kind != "RECV":
                 raise error_at(program, position, f"{op.cell} reads {value}, which is in flight; only a RECV may.")

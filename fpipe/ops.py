@@ -28,7 +28,7 @@ class ProgramError(ValueError):
 class Value(NamedTuple):
     """The name of a value: `y[2,0]` is the output of stage 2 for microbatch 0.
 
-    >>> Value("y", 2, 0), Value("params", 1, port=1), Value("res", 0, 3, 1), Value("y", 2, 0, at="@1")
+    >>> Value("y", 2, 0), Value("params", 1, port=1), Value("res", 0, 3, 1), Value("y", 2, 0, location="@1")
     (y[2,0], params[1]:1, res[0,3.1], y[2,0]@1)
     """
 
@@ -37,11 +37,11 @@ class Value(NamedTuple):
     microbatch: int | None = None
     slice: int | None = None
     port: int = 0
-    at: str = ""
+    location: str = ""
 
     def __str__(self) -> str:
         port = f":{self.port}" if self.port else ""
-        return f"{self.name}{_bracketed_indices(self.stage, self.microbatch, self.slice)}{port}{self.at}"
+        return f"{self.name}{_bracketed_indices(self.stage, self.microbatch, self.slice)}{port}{self.location}"
 
     __repr__ = __str__
 
@@ -212,13 +212,14 @@ def _bracketed_indices(stage: int | None, microbatch: int | None, slice_index: i
 def memory_of(value: Value, rank: int) -> int | None:
     """Return the rank whose memory holds a value that an op on `rank` wrote; None for the host.
 
-    >>> memory_of(Value("y", 0, 0), 2), memory_of(Value("y", 0, 0, at="@1"), 0), memory_of(Value("y", at="@host"), 0)
+    >>> y = Value("y", 0, 0)
+    >>> memory_of(y, 2), memory_of(y._replace(location="@1"), 0), memory_of(y._replace(location="@host"), 0)
     (2, 1, None)
     """
-    last_place = value.at.rpartition("@")[2]
-    if not last_place or ">" in last_place:
+    last_location = value.location.rpartition("@")[2]
+    if not last_location or ">" in last_location:
         return rank
-    return None if last_place == "host" else int(last_place.partition(".")[0])
+    return None if last_location == "host" else int(last_location.partition(".")[0])
 
 
 def pair(*parts: Op) -> Op:
@@ -299,8 +300,8 @@ def _parse_value(text: str) -> Value:
     if not match:
         example = "y[2,0], params[1]:1, res[0,3.1] or y[2,0]@1"
         raise ProgramError(f"{text.strip()!r} is not a value; a value reads like {example}")
-    name, *indices, port, place = match.groups()
-    return Value(name, *_parse_indices(*indices), int(port or 0), place)
+    name, *indices, port, location = match.groups()
+    return Value(name, *_parse_indices(*indices), int(port or 0), location)
 
 
 def _parse_pair(text: str, rank: int) -> Op:

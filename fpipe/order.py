@@ -391,10 +391,10 @@ class _RankClock:
     def _tie_breaker(self, position: int) -> tuple[object, ...]:
         """Break ties within a level and rank: stage, then microbatch."""
         kind, stage, microbatch, slice_index, _, reads, writes, _, _ = self.ops[position]
-        name, _, _, _, port, place = (writes or reads)[0]
+        name, _, _, _, port, location = (writes or reads)[0]
         stage = -1 if stage is None else stage
         microbatch = -1 if microbatch is None else microbatch
-        return (stage, microbatch, -1 if slice_index is None else slice_index, kind, name, port, place)
+        return (stage, microbatch, -1 if slice_index is None else slice_index, kind, name, port, location)
 
 
 def sort_outputs(outputs: Iterable[Output]) -> tuple[Output, ...]:

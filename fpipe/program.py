@@ -7,8 +7,8 @@ The whole language, as a grammar::
     output  ::= value = value @ home,home...                      result name = the value it is, wanted on these ranks
     op      ::= value* = KIND[stage,microbatch.slice] value* {options} @ rank
               | { op ; op } @ rank                                a PAIR: its parts may not read each other
-    value   ::= name[stage,microbatch.slice]:port at              every bracket part and the port may be missing
-    at      ::= (nothing) | @rank | >rank | @host                 itself, in a rank's memory, in flight, on the host
+    value   ::= name[stage,microbatch.slice]:port location        every bracket part and the port may be missing
+    location ::= (nothing) | @rank | >rank | @host                itself, in a rank's memory, in flight, on the host
     cell    ::= 2F0 | 2F0.1 | (0F7;7B3) | KIND(value)             how tables, grids and errors name an op
 
 Four rules make a list of ops a program. (1) *Single assignment*: every value is written once. (2) *Order is meaning*:

@@ -76,8 +76,8 @@ def fill_in(template: str, value: Value) -> str:
 
 def remedy_for(value: Value, otherwise: str) -> str:
     """Return the sentence that says which op to add so that a value is written."""
-    if value.at:
-        missing = "SEND" if value.at.rpartition("@")[2].find(">") >= 0 else "RECV"
+    if value.location:
+        missing = "SEND" if value.location.rpartition("@")[2].find(">") >= 0 else "RECV"
         return f"Add the {missing} that makes {value}, or use fpipe.communicate()."
     return fill_in(_REMEDY_BY_NAME.get(value.name, f"Add the op that writes it, or {otherwise}."), value)
 

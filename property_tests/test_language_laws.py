@@ -76,7 +76,7 @@ def test_communicate_does_nothing_the_second_time(plan: DrawnProgram):
 @given(plans())
 def test_every_transfer_is_of_one_value_to_one_rank_once(plan: DrawnProgram):
     received = [op for op in fpipe.communicate()(plan.program).ops if op.kind == "RECV"]
-    moved = {(op.reads[0]._replace(at=""), op.rank) for op in received}
+    moved = {(op.reads[0]._replace(location=""), op.rank) for op in received}
     assert len(moved) == len(received)
 
 

@@ -82,7 +82,7 @@ def test_a_skip_travels_once_from_its_rank_to_its_readers(sizes):
     """A value of stage 1 for stage 3 passes by stage 2, and returns as one gradient."""
     model, _, _ = fpipe.from_sequential(unet(), sizes=sizes, loss=F.mse_loss)
     program = merged(model, 1, fpipe.schedules.gpipe(4), fpipe.communicate())
-    transfers = [(op.rank, int(op.writes[0].at[1:])) for op in program.ops if op.kind == "SEND"]
+    transfers = [(op.rank, int(op.writes[0].location[1:])) for op in program.ops if op.kind == "SEND"]
     assert sorted(transfer for transfer in transfers if transfer[0] < transfer[1]) == sorted(TRANSFERS_BY_SIZES[sizes])
     assert sorted((end, start) for start, end in transfers if start > end) == sorted(TRANSFERS_BY_SIZES[sizes])
 

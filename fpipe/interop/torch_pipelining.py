@@ -174,7 +174,7 @@ def _cell_by_action(program: Program) -> dict[Action, str]:
         if op.kind == "SEND" and op.reads[0] in sends:
             send = sends[op.reads[0]]
             cell_by_action[send] = op.cell
-            cell_by_action[matching_receive(send)] = f"RECV({op.reads[0]}@{op.writes[0].at.removeprefix('>')})"
+            cell_by_action[matching_receive(send)] = f"RECV({op.reads[0]}@{op.writes[0].location.removeprefix('>')})"
     return cell_by_action
 
 

@@ -277,7 +277,7 @@ class _SizesWithParams:
 
     def storages(self, value: Value) -> Storages:
         if value.name == "params":
-            return {value._replace(at=""): self.sizes.size(value)}
+            return {value._replace(location=""): self.sizes.size(value)}
         return self.sizes.storages(value)
 
     def size(self, value: Value) -> float:

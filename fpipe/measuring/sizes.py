@@ -71,7 +71,7 @@ class Sizes:
 
     def _original(self, value: Value) -> Value:
         """Return the value itself if these sizes know it, else the value that it is a copy of."""
-        original = value if value in self.wire_bytes else value._replace(at="")
+        original = value if value in self.wire_bytes else value._replace(location="")
         if original not in self.wire_bytes:
             raise ValueError(
                 f"the bytes of {value} are not known: these are sizes of another program. Call fpipe.sizes with this "

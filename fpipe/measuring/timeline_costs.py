@@ -201,11 +201,11 @@ def _without_transfers(program: Program) -> Program:
     # Without transfers a copy `y@1` of a value is the value itself.
     moves = ("SEND", "RECV", "OFFLOAD", "LOAD", "FREE")
     ops = [
-        op._replace(rank=0, reads=tuple(value._replace(at="") for value in op.reads))
+        op._replace(rank=0, reads=tuple(value._replace(location="") for value in op.reads))
         for op in parts_of(program.ops)
         if op.kind not in moves
     ]
-    outputs = tuple(end._replace(value=end.value._replace(at="")) for end in program.outputs)
+    outputs = tuple(end._replace(value=end.value._replace(location="")) for end in program.outputs)
     return Program.trusted(program.inputs, tuple(ops), outputs)
 
 

@@ -176,7 +176,7 @@ class Panel:
                 known_copies.add((value, rank))
                 is_recv = reader.op.kind == "RECV"
                 start, end = (writer.start, reader.end) if is_recv else (writer.end, reader.start)
-                yield Transfer(value._replace(at="") if is_recv else value, writer.op.rank, rank, start, end)
+                yield Transfer(value._replace(location="") if is_recv else value, writer.op.rank, rank, start, end)
 
     @cached_property
     def waits(self) -> list[Wait]:

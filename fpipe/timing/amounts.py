@@ -188,7 +188,9 @@ def sent_value(send: Op) -> Value:
 def scattered_value(op: Op) -> Value:
     """Return the value that a SCATTER or REDUCE puts on its links: its argument, or the cast of it."""
     (value,) = op.reads
-    return value._replace(at=f"{value.at}>{dict(op.options)['axis']}") if "cast" in dict(op.options) else value
+    return (
+        value._replace(location=f"{value.location}>{dict(op.options)['axis']}") if "cast" in dict(op.options) else value
+    )
 
 
 def check_bytes(sizes: Any) -> None:
@@ -213,7 +215,7 @@ def storages_of(sizes: Any, value: Value) -> Storages:
         size = number_at_stage(sizes[value.name], value.stage or 0, f"bytes of {value.name!r}")
     else:
         size = checked_count(f"the bytes of {value}", sizes(value))
-    return {value._replace(at=""): cast("int", size)}
+    return {value._replace(location=""): cast("int", size)}
 
 
 _SHARDED_NAMES = ("shard", "cut", "all")
@@ -249,13 +251,13 @@ class NamedBytes:
     def storages(self, value: Value) -> Mapping[tuple[Value, str], int]:
         """Return the storages of a value; wres lies in its res, and gradients are added in place."""
         if value.name in ("g", "sum") or (value.name in ("cut", "all") and self.replicas == 1):
-            return {(Value("sum", value.stage, at=value.at), ""): int(self.size(value))}
+            return {(Value("sum", value.stage, location=value.location), ""): int(self.size(value))}
         # Copies share a storage, but for gathered parameters: each gather fills memory of its own.
-        storage = value if value.name == "params" else value._replace(at="")
+        storage = value if value.name == "params" else value._replace(location="")
         if value.name not in ("res", "wres"):
             return {(storage, ""): int(self.size(value))}
         # Residuals are two storages: the part that stays until W, and the rest, which I frees.
-        res = value._replace(name="res", at="")
+        res = value._replace(name="res", location="")
         wres_size = min(self.size(res), self.size(res._replace(name="wres")))
         other_size = self.size(res) - wres_size if value.name == "res" else 0
         return {(res, part_name): int(size) for part_name, size in (("kept", wres_size), ("rest", other_size)) if size}

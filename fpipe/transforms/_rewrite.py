@@ -278,7 +278,7 @@ class _RankFinder:
             self.refuse_split_group(op, rank)
         elif writes and writes[0][0] == "dy":
             rank = self.rank_of_pass("B", op)
-        elif kind == "GATHER" and writes[0].at:
+        elif kind == "GATHER" and writes[0].location:
             # The name of the gathered copy contains the rank of its readers, so this GATHER cannot follow its stage.
             rank = op.rank
             if rank not in self.homes.get(op.stage or 0, (rank,)):
@@ -346,7 +346,7 @@ class _RankFinder:
         """Raise ProgramError where the writer of an offloaded value moves to another rank than its OFFLOAD."""
         # A value with a place in its name is a copy already, which a rank may move on from wherever it was put.
         value = offload.reads[0]
-        if not value.at and (rank := self.rank_of_writer(value)) not in (None, offload.rank):
+        if not value.location and (rank := self.rank_of_writer(value)) not in (None, offload.rank):
             mend = "put fpipe.offload() after what places the program."
             raise ProgramError(f"{offload.cell} is on rank {offload.rank}, its value moves to rank {rank}: {mend}")
 

@@ -216,8 +216,9 @@ class _Sender:
         # The first trip makes y[0,0]@1, the next y[0,0]@1.1: each copy is a value, and is written once.
         number = self.trip_counts[value, rank]
         self.trip_counts[value, rank] += 1
-        location = f"{rank}.{number}" if number else f"{rank}"
-        flight, copy = value._replace(at=f"{value.at}>{location}"), value._replace(at=f"{value.at}@{location}")
+        copy_name = f"{rank}.{number}" if number else f"{rank}"
+        flight = value._replace(location=f"{value.location}>{copy_name}")
+        copy = value._replace(location=f"{value.location}@{copy_name}")
         is_rounded = value.name in self.dtype_by_name and (value, rank) not in self.exact
         options = (("cast", self.dtype_by_name[value.name]),) if is_rounded else ()
         sender = min(self.ranks_by_value[value])
@@ -257,7 +258,7 @@ def free() -> Transform:
         dead_by_position: defaultdict[int, list[Value]] = defaultdict(list)
         for value, position in last_uses(program).items():
             # A ">" in its name: a value in flight, which no rank holds.
-            if value not in kept_values and ">" not in value.at:
+            if value not in kept_values and ">" not in value.location:
                 dead_by_position[position].append(value)
         ops: list[Op] = []
         for position, op in enumerate(program.ops):

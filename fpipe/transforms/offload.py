@@ -266,8 +266,8 @@ def _add_moves(program: Program, leaving: list[_Residence], destination: Destina
     for value, residence in {residence.value: residence for residence in leaving}.items():
         rank = program.ops[program.writer[value]].rank
         memory_name = "host" if destination == "host" else _destination_rank(destination, rank, program.ranks)
-        moved_value = value._replace(at=f"{value.at}@{memory_name}")
-        copy_by_value[value] = moved_value._replace(at=f"{moved_value.at}@{rank}")
+        moved_value = value._replace(location=f"{value.location}@{memory_name}")
+        copy_by_value[value] = moved_value._replace(location=f"{moved_value.location}@{rank}")
         offload_by_value[value] = Op("OFFLOAD", *value[1:4], rank, (value,), (moved_value,))
         load = Op("LOAD", *value[1:4], rank, (moved_value,), (copy_by_value[value],))
         loads_by_position[residence.load_position].append(load)

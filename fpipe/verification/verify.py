@@ -243,7 +243,7 @@ class _ValueComparison:
     def expected_leaves(self, value: Value) -> list[Any] | None:
         """Return the right leaves of a value; None if the reference has no such value."""
         # A copy on another rank equals its original, and an ADD's value follows from its operands.
-        value = value._replace(at="")
+        value = value._replace(location="")
         position = self.program.writer.get(value)
         if value not in self.expected and position is not None and self.program.ops[position].kind == "ADD":
             addends = [self.expected_leaves(operand) for operand in self.program.ops[position].reads]

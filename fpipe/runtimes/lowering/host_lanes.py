@@ -252,7 +252,7 @@ def _run_after_starters(starters: Sequence[Callable[[], None]], run: Callable[..
 
 def _parking_device(parked: Value, local: torch.device, devices: Sequence[torch.device]) -> torch.device:
     """Return the device on which an offloaded value is parked: the host, or another rank's device."""
-    location = parked.at.rpartition("@")[2]
+    location = parked.location.rpartition("@")[2]
     return CPU if location == "host" else devices[int(location)] if devices else local
 
 
