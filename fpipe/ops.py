@@ -68,7 +68,7 @@ class Op(NamedTuple):
         """The op's short name: `2F0`, `2F0.1`, `(0F7;7B3)`, and `ADD(sum[0,1])` for ops that keep to their data."""
         if self.parts:
             return f"({';'.join(part.cell for part in self.parts)})"
-        if kind_of(self.kind).place == "table" or self.kind == "R":
+        if kind_of(self.kind).position == "table" or self.kind == "R":
             return cell_of(self[:4])
         return f"{self.kind}({(self.writes or self.reads)[0]})"
 
@@ -119,17 +119,17 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of op: who places it, whether it takes time on the clock, which lane it uses.
+    """A kind of op: what fixes its position in the order, its ticks on the clock, and the lane that it uses.
 
-    `place`: "table" (a schedule names it), "before" (just before its first reader), "after" (as soon as its inputs
+    `position`: "table" (a schedule names it), "before" (just before its first reader), "after" (as soon as its inputs
     are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or next to it "copy", for
     transfers between ranks and memories, and "wire", for collectives over replicas; see also `lane_of`.
 
     >>> KINDS["F"], KINDS["RECV"].lane
-    (Kind(place='table', time=1, lane='main'), 'copy')
+    (Kind(position='table', time=1, lane='main'), 'copy')
     """
 
-    place: Literal["table", "before", "after"]
+    position: Literal["table", "before", "after"]
     time: int = 0
     lane: Literal["main", "copy", "wire"] = "main"
 
@@ -162,8 +162,8 @@ def register_kind(name: str, kind: Kind) -> None:
     """
     if not isinstance(kind, Kind):
         raise TypeError(f"say fpipe.Kind('table'), 'before' or 'after', found {type(kind).__name__}.")
-    if kind.place not in ("table", "before", "after"):
-        raise ValueError(f"a kind's place is 'table', 'before' or 'after', found {kind.place!r}.")
+    if kind.position not in ("table", "before", "after"):
+        raise ValueError(f"a kind's position is 'table', 'before' or 'after', found {kind.position!r}.")
     if type(kind.time) is not int or kind.time < 0:
         raise ValueError(f"a kind's time is a whole number of ticks, at least 0; found {kind.time!r}.")
     if kind.lane not in LANES[:3]:

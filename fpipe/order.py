@@ -33,8 +33,8 @@ _ANCHORED_LEVEL = 1 << 24
 
 
 def scheduled_kinds() -> frozenset[str]:
-    """Return the kinds that a schedule always names: F, B, I, W, PAIR and kinds registered with place="table"."""
-    return frozenset(name for name, kind in KINDS.items() if kind.place == "table")
+    """Return the kinds that a schedule always names: F, B, I, W, PAIR and kinds registered with position="table"."""
+    return frozenset(name for name, kind in KINDS.items() if kind.position == "table")
 
 
 def fixed_kinds(program: Program) -> frozenset[str]:
@@ -190,7 +190,7 @@ class _RankClock:
         self.instant_ops: list[int] = []  # ops without duration, in the order in which their times become known
         kinds = set(map(self.kinds.__getitem__, self.unnamed))
         self.anchors_take_time = any(KINDS[kind].time for kind in kinds)
-        if any(KINDS[kind].place == "before" for kind in kinds):
+        if any(KINDS[kind].position == "before" for kind in kinds):
             self.rows = [self._anchor_to_row(row) for row in self.rows]
         self.sources_with_anchored = self._effective_sources()
 
@@ -238,9 +238,9 @@ class _RankClock:
                 if not is_loose[writer] or writer in self.reader_by_anchored or writer in self.never_anchored:
                     continue
                 kind = KINDS[ops[writer].kind]
-                if kind.place == "after":
+                if kind.position == "after":
                     self._never_anchor(writer)
-                if kind.place != "before" or ops[writer].rank != ops[reader].rank:
+                if kind.position != "before" or ops[writer].rank != ops[reader].rank:
                     continue
                 self.reader_by_anchored[writer] = reader
                 # An op that takes time joins the row, and what it reads is anchored to it. An instant op hands what it

@@ -198,7 +198,7 @@ class Program(HtmlRepr):
         ranks: list[set[int]] = [set() for _ in range(self.stages)]
         for op in self.ops:
             for part in op.parts or (op,):
-                if part.stage is not None and kind_of(part.kind).place == "table":
+                if part.stage is not None and kind_of(part.kind).position == "table":
                     ranks[part.stage].add(op.rank)
         return tuple(min(stage_ranks) if len(stage_ranks) == 1 else tuple(sorted(stage_ranks)) for stage_ranks in ranks)
 

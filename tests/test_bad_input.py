@@ -373,7 +373,7 @@ fpipe.global_norm(torch.nn.Linear(4, 4).parameters())
 fpipe.global_norm(({"w": torch.ones(2), "b": 1.0},))
     TypeError: global_norm takes a pytree of gradients, each a tensor or None; found float at [0]['b'].
 fpipe.register_kind("ZAP", fpipe.Kind("tabel"))
-    ValueError: a kind's place is 'table', 'before' or 'after', found 'tabel'.
+    ValueError: a kind's position is 'table', 'before' or 'after', found 'tabel'.
 fpipe.register_kind("ZAP", fpipe.Kind("table", time="1"))
     ValueError: a kind's time is a whole number of ticks, at least 0; found '1'.
 fpipe.register_kind("ZAP", fpipe.Kind("table", lane="mian"))

@@ -41,7 +41,7 @@ def fuse_backwards(base: Program, best: Candidate, judge: Callable[[Program], Ca
     for op in best.program.ops:
         if op.parts:
             return best
-        if kind_of(op.kind).place == "table":
+        if kind_of(op.kind).position == "table":
             rows[op.rank].append(op[:4])
     neighbours = ((rank, *keys) for rank, row in enumerate(rows) for keys in pairwise(row))
     pairs = [(rank, key[1:]) for rank, key, next_key in neighbours if key[0] == "I" and next_key == ("W", *key[1:])]

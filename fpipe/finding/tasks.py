@@ -273,7 +273,9 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
     groups = group_ops(program.ops)
     if not residuals_stay_on_rank(program, groups) or any(op.kind in ("SEND", "FREE") for op in groups.samples):
         return None
-    positions, needs = waits_between_ops(program, costs, lambda op: kind_of(op.kind).place == "table" or op.kind == "R")
+    positions, needs = waits_between_ops(
+        program, costs, lambda op: kind_of(op.kind).position == "table" or op.kind == "R"
+    )
     ops = [program.ops[index] for index in positions]
     # 1) Tracks and rows. An R waits in `unclaimed_by_rank` for the op behind it on its rank, and joins that op's step.
     #    The number of ops in the step belongs to the key of the track: a stage may be recomputed in some microbatches.

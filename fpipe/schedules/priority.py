@@ -227,7 +227,7 @@ class _ReadyOps:
 
 
 def _is_named(op: Op) -> bool:
-    return kind_of(op.kind).place == "table"
+    return kind_of(op.kind).position == "table"
 
 
 def _waits(key: object) -> bool:

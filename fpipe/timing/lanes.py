@@ -90,7 +90,7 @@ def updates_by_input(program: Program) -> dict[Value, list[tuple[Value, int]]]:
 def is_scheduled(kind: str) -> bool:
     """Whether an op of this kind waits for its turn on the main lane, even where it takes no time."""
     op_kind = kind_of(kind)
-    return bool(op_kind.time) or op_kind.place == "table"
+    return bool(op_kind.time) or op_kind.position == "table"
 
 
 def is_work(op: Op, seconds: float) -> bool:

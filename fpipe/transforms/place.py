@@ -101,7 +101,7 @@ def checked_homes(program: Program, homes: Homes | None) -> dict[int, tuple[int,
 
 
 def _place_op(op: Op, rule: RankRule) -> Op:
-    if kind_of(op.kind).place != "table" or op.stage is None:
+    if kind_of(op.kind).position != "table" or op.stage is None:
         return op
     if op.parts:
         ranks = {_place_op(part, rule).rank for part in op.parts}
