@@ -48,8 +48,8 @@ class Stage:
         names: for a stage made from a module, what the whole net calls each leaf of its parameters, tied names
             together.
         exchange: for a stage that is a collective, as `fpipe.exchange` makes it, what its ops say of it in a program.
-        within: `within(params, thunk)` runs the thunk while `params` are in the place of a module's own, which a
-            backward pass needs where it computes something again.
+        with_params_bound: `with_params_bound(params, function)` calls the function while `params` stand in the module,
+            which a backward pass needs where it computes something again.
 
     >>> scale = Stage(lambda params, x: x * params["w"], name="scale")
     >>> scale.forward({"w": 3}, 2)
@@ -61,7 +61,7 @@ class Stage:
     aux_loss: bool = False
     name: str = ""
     names: Names | None = None
-    within: Callable[[Any, Callable[[], Any]], Any] | None = None
+    with_params_bound: Callable[[Any, Callable[[], Any]], Any] | None = None
     exchange: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:

@@ -304,7 +304,7 @@ def _run_on_duals(stage: Stage) -> Stage:
             differentiable_outputs["loss"] = _tangent(differentiable_outputs["loss"])
         return (y, *((differentiable_outputs | constant_outputs)[name] for name in order)) if order else y
 
-    return replace(stage, forward=on_duals, within=None)
+    return replace(stage, forward=on_duals, with_params_bound=None)
 
 
 def _derivative_loss(model: Model) -> Callable[[Any, Any], Any]:

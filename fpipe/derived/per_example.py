@@ -100,7 +100,7 @@ def _over_rows(stage: Stage, is_from_batch: bool | tuple[bool, ...]) -> Stage:
         y, extra_outputs = map_over_rows(run_row, params, x)
         return (y, extra_outputs["loss"].sum()) if stage.aux_loss else y
 
-    return replace(stage, forward=run_rows, within=None)
+    return replace(stage, forward=run_rows, with_params_bound=None)
 
 
 def _sum_over_rows(model: Model) -> Callable[[Any, Any], Any]:

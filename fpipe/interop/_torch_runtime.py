@@ -80,8 +80,8 @@ class TorchStageModule(nn.Module):
     def backward(self, run: Callable[[], Any]) -> Any:
         """Run a backward pass of the stage."""
         # A stage that recomputes reads the parameters of its net again: bind this module's in their place meanwhile.
-        run_within = self._stage.within
-        return run() if run_within is None else run_within(self.params(), run)
+        with_params_bound = self._stage.with_params_bound
+        return run() if with_params_bound is None else with_params_bound(self.params(), run)
 
 
 class _PipelineStage(PipelineStage):

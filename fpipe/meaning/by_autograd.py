@@ -209,7 +209,7 @@ def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
         check_output(port, call.label)
 
     def run_backward(backward_pass: Callable[[], Any]) -> Any:
-        return backward_pass() if stage.within is None else stage.within(params, backward_pass)
+        return backward_pass() if stage.with_params_bound is None else stage.with_params_bound(params, backward_pass)
 
     # 3. Write only the values that the op writes, which depend on the program: each is computed on demand.
     result_by_name = {

@@ -131,7 +131,14 @@ def from_sequential(
     params = tuple(_hand_out(run, leaves) for run in runs)
     order = tuple(leaf[min(leaf)][0] for leaf in leaves.values())
     stages_of = tuple(
-        replace(stage, forward=run, name=", ".join(group), names=run.names, within=run.within, **run.state_fields())
+        replace(
+            stage,
+            forward=run,
+            name=", ".join(group),
+            names=run.names,
+            with_params_bound=run.with_params_bound,
+            **run.state_fields(),
+        )
         for stage, run, group in zip(model.stages, runs, groups, strict=True)
     )
     # 4) Note how the model was made, so that another net, such as the whole net in a comparison, is cut alike.

@@ -188,7 +188,11 @@ def take_gradients(
         backward: Callable[[], Any] = partial(torch.autograd.grad, roots, differentiated, root_grads, allow_unused=True)
         # A checkpoint inside a stage recomputes in the backward, which needs the stage's tensors in their modules.
         for stage, stage_params in zip(model.stages, graph.stage_params, strict=True):
-            backward = backward if stage.within is None else partial(stage.within, stage_params, backward)
+            backward = (
+                backward
+                if stage.with_params_bound is None
+                else partial(stage.with_params_bound, stage_params, backward)
+            )
         with outside_autocast():
             grad_of_next = iter(backward())
     grads = [

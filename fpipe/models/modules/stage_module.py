@@ -154,7 +154,7 @@ class StageModule(PositionalStage):
         self._refuse_shared_memory(new_buffers)
         return y, new_buffers
 
-    def within(self, params: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
+    def with_params_bound(self, params: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
         """Call a function, such as a backward that recomputes, while `params` are bound in the modules."""
         return self._call_with_tensors(self._params_by_path(params), function)
 
