@@ -27,7 +27,7 @@ Source = int | Literal["batch"] | tuple[int, int]
 """An input of a stage: another's output, one of several (the stage and which), or the batch."""
 Reduction = Literal["mean", "sum", "count"]
 
-MAY_ASK = frozenset({"state", "key", "microbatch", "carry"})
+STAGE_KEYWORDS = frozenset({"state", "key", "microbatch", "carry"})
 Turn = tuple[bool, bool]
 """Whether a microbatch (and slice) is the first, and whether it is the last, of its training step."""
 
@@ -37,8 +37,8 @@ class Stage:
     """A pure stage function `f(params, x) -> y`, and the keyword-only arguments that it asks for.
 
     Args:
-        forward: `f(params, x, *, state, key, microbatch) -> y`; the keywords only as far as `asks` names them.
-        asks: which of "state", "key", "microbatch" and "carry" it takes. A stage with module state asks for `state`
+        forward: `f(params, x, *, state, key, microbatch) -> y`, with the keyword arguments that `keywords` names.
+        keywords: which of "state", "key", "microbatch" and "carry" it takes. A stage with module state asks for `state`
             and returns `(y, state)`; its forwards run in microbatch order. One that runs on sequence slices takes what
             the slice before handed on as `carry` (None for the first) and returns `(y, carry)`; with both,
             `(y, state, carry)`.
@@ -57,7 +57,7 @@ class Stage:
     """
 
     forward: Callable[..., Any]
-    asks: frozenset[str] = frozenset()
+    keywords: frozenset[str] = frozenset()
     aux_loss: bool = False
     name: str = ""
     names: Names | None = None
@@ -67,8 +67,8 @@ class Stage:
     def __post_init__(self) -> None:
         if not callable(self.forward):
             raise TypeError(f"a stage is a function f(params, x), found {type(self.forward).__name__}.")
-        if isinstance(self.asks, str) or not self.asks <= MAY_ASK | {"turn"}:
-            raise ValueError(f"asks is a set of 'state', 'key', 'microbatch' and 'carry'; found {self.asks!r}.")
+        if isinstance(self.keywords, str) or not self.keywords <= STAGE_KEYWORDS | {"turn"}:
+            raise ValueError(f"keywords is a set of 'state', 'key', 'microbatch' and 'carry'; found {self.keywords!r}.")
 
 
 class TiedLeaf(NamedTuple):

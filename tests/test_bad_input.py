@@ -307,7 +307,7 @@ def test_programs_that_would_lose_module_state_are_refused(use: Any):
 
 def step_asking_for(name: str):
     """Build a step of a stage that asks for another input by name."""
-    model = fpipe.Model((fpipe.Stage(lambda p, x, **asked_values: x, asks=frozenset({name})),), squares, ("batch",))
+    model = fpipe.Model((fpipe.Stage(lambda p, x, **asked_values: x, keywords=frozenset({name})),), squares, ("batch",))
     return fpipe.build(fpipe.program(model), model)
 
 
@@ -344,10 +344,10 @@ step_asking_for("state")(({},), BATCH)
     ValueError: this program reads state[0]: hand it in as step(..., state=...).
 step_asking_for("key")(({},), BATCH)
     ValueError: this program reads key: hand it in as step(..., key=...).
-fpipe.Stage(lambda p, x: x, asks="state")
-    ValueError: asks is a set of 'state', 'key', 'microbatch' and 'carry'; found
+fpipe.Stage(lambda p, x: x, keywords="state")
+    ValueError: keywords is a set of 'state', 'key', 'microbatch' and 'carry'; found
 step_asking_for("mask")
-    ValueError: asks is a set of 'state', 'key', 'microbatch' and 'carry'; found
+    ValueError: keywords is a set of 'state', 'key', 'microbatch' and 'carry'; found
 fpipe.build(fpipe.program(TIED), TIED)(([], []), NET.batch(6))
     ValueError: leaf 'e' of stage 0 is tied, so that stage's params are a dict
 fpipe.reference(TIED, ({}, {}), NET.batch(6))

@@ -20,7 +20,7 @@ def asks(params, x, *, microbatch):
 def test_functions_become_a_chain():
     model = from_functions([f, asks, torch.add], loss=f)
     assert [stage.forward for stage in model.stages] == [f, asks, torch.add]
-    assert [sorted(stage.asks) for stage in model.stages] == [[], ["microbatch"], []]
+    assert [sorted(stage.keywords) for stage in model.stages] == [[], ["microbatch"], []]
     assert [stage.name for stage in model.stages] == ["f", "asks", "add"]
     assert (model.inputs, model.ties, model.reduction, model.loss) == (("batch", 0, 1), (), "mean", f)
 
@@ -29,8 +29,8 @@ def test_keywords_filled_by_partial_are_not_asked_for():
     def g(params, x, *, microbatch, key, scale=2):
         return x
 
-    assert from_functions([functools.partial(g, key=3)]).stages[0].asks == {"microbatch"}
-    assert from_functions([functools.partial(g, key=3, microbatch=0)]).stages[0].asks == frozenset()
+    assert from_functions([functools.partial(g, key=3)]).stages[0].keywords == {"microbatch"}
+    assert from_functions([functools.partial(g, key=3, microbatch=0)]).stages[0].keywords == frozenset()
 
 
 def test_inputs_are_normalised_to_tuples():

@@ -502,7 +502,7 @@ def test_one_and_true_are_not_one_input():
     def read_kind(p: dict[str, Tensor], x: tuple[Tensor, object]) -> Tensor:
         return x[0] * p["w"] if x[1] is True else x[0].tanh() * p["w"]
 
-    stages = fpipe.Stage(add_kind, asks=frozenset({"microbatch"})), fpipe.Stage(read_kind)
+    stages = fpipe.Stage(add_kind, keywords=frozenset({"microbatch"})), fpipe.Stage(read_kind)
     model = fpipe.Model(stages, squares, ("batch", 0))
     params, batch = ({"w": torch.randn(4, 4)}, {"w": torch.randn(4)}), (torch.randn(4, 4), torch.randn(4, 4))
     pipeline = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))

@@ -256,8 +256,8 @@ def with_module(module):
     return fpipe.from_sequential(nn.Sequential(nn.Linear(4, 4), module), stages=1, loss=F.mse_loss)
 
 
-def with_stage(function, *asks):
-    stage = fpipe.Stage(function, asks=frozenset(asks), name=function.__name__)
+def with_stage(function, *keywords):
+    stage = fpipe.Stage(function, keywords=frozenset(keywords), name=function.__name__)
     return fpipe.Model((stage,), F.mse_loss, ("batch",)), make_chain(1)[1], None
 
 

@@ -307,7 +307,7 @@ def test_written_buffers_are_found_by_running_an_example(use: Any, reason: str, 
     """A stage that looks at data runs under autograd."""
     net = two_equal_stages(lambda: use_total(use))
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
-    assert all("state" in stage.asks for stage in model.stages)
+    assert all("state" in stage.keywords for stage in model.stages)
     expected_net, outputs = run_unsplit(net, ROWS)
     step = fpipe.build(merged(model, 4), model, trace=trace)
     with pytest.warns(UserWarning, match=re.escape(reason)) if reason and trace else nullcontext():
@@ -321,7 +321,7 @@ def test_an_example_may_be_without_data_where_no_stage_looks_at_any():
     meta = ROWS[0].to("meta")
     model, _, state = fpipe.from_sequential(two_equal_stages(Tracker), sizes=[3, 3], example=meta)
     assert [list(stage) for stage in state] == [["1.count", "1.mean"], ["4.count", "4.mean"]]
-    assert all("state" in stage.asks for stage in model.stages)
+    assert all("state" in stage.keywords for stage in model.stages)
 
 
 @pytest.mark.parametrize("trace", [True, False])

@@ -66,7 +66,7 @@ def _with_deferred_norms(stage: Stage) -> Stage:
                 f"batch norm {path!r} ({type(norm).__name__}) has a forward of its own; only torch's batch norms can "
                 "be deferred."
             )
-    return replace(stage, forward=_defer_updates(run, norms), asks=stage.asks | {"turn"}) if norms else stage
+    return replace(stage, forward=_defer_updates(run, norms), keywords=stage.keywords | {"turn"}) if norms else stage
 
 
 def _defer_updates(run: StageModule, norms: Norms) -> Any:

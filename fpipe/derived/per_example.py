@@ -74,7 +74,7 @@ def per_example(model: Model) -> Model:
 def _refuse_shared(stage: Stage, stage_name: str) -> None:
     """Raise ValueError if a stage has state, a key or a carry, which all rows of a microbatch share."""
     description_by_kind = {"state": "module state", "key": "a key", "carry": "a carry"}
-    for description in (description for kind, description in description_by_kind.items() if kind in stage.asks):
+    for description in (description for kind, description in description_by_kind.items() if kind in stage.keywords):
         raise ValueError(
             f"{stage_name} has {description}, which is no single row's. Of norms take those that look at one row, such "
             "as LayerNorm, or eval mode."

@@ -146,14 +146,14 @@ def _refuse_model(model: Model) -> None:
     for stage_index, stage in enumerate(model.stages):
         stage_name = model.label_of(stage_index)
         # Torch runs each stage once on zeros, to learn shapes, before the first step.
-        if "state" in stage.asks:
+        if "state" in stage.keywords:
             raise ValueError(
                 f"{stage_name} has module state, which torch's runtime updates once too often. Call eval() before the "
                 f"net is cut, {_USE_FPIPE}"
             )
-        if stage.asks:
+        if stage.keywords:
             raise ValueError(
-                f"{stage_name} asks for {', '.join(map(repr, sorted(stage.asks)))}; torch's runtime passes a stage "
+                f"{stage_name} asks for {', '.join(map(repr, sorted(stage.keywords)))}; torch's runtime passes a stage "
                 f"only its input. Write it without, {_USE_FPIPE}"
             )
         if getattr(stage.forward, "random_modules", list[str])():

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from fpipe.model import MAY_ASK, Model, Reduction, Source, Stage, normalise_inputs
+from fpipe.model import STAGE_KEYWORDS, Model, Reduction, Source, Stage, normalise_inputs
 
 
 def from_functions(
@@ -101,10 +101,10 @@ def _asked_names(number: int, fn: Callable[..., Any]) -> frozenset[str]:
     filled = getattr(fn, "keywords", {})  # arguments that functools.partial has filled in
     keyword_only = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in filled}
     for name, parameter in keyword_only.items():
-        if name not in MAY_ASK and parameter.default is parameter.empty:
+        if name not in STAGE_KEYWORDS and parameter.default is parameter.empty:
             offered = "state, key, microbatch and carry"
             raise ValueError(f"{label} asks for {name!r}; a stage can ask for {offered}, and nothing else.")
-    return frozenset(keyword_only) & MAY_ASK
+    return frozenset(keyword_only) & STAGE_KEYWORDS
 
 
 def _normalise_ties(

@@ -85,7 +85,7 @@ class _ProgramWriter:
             total = self.add_scale(total, Value("loss"))
         results = [(Value("loss"), total), (Value("outputs"), Value("y", self.last_stage, 0))]
         results += [(Value(name), Value(name, self.last_stage, 0)) for name in self.loss_companions()]
-        stateful = (s for s in stages if "state" in model.stages[s].asks)
+        stateful = (s for s in stages if "state" in model.stages[s].keywords)
         results += [(Value("state", stage), Value("state", stage, 0)) for stage in stateful]
         inputs = sorted({value for op in self.ops for value in op.reads if value.microbatch is None}, key=_input_order)
         outputs = sort_outputs(Output(name, value, (0,)) for name, value in (*results, *grads))
@@ -127,11 +127,11 @@ class _ProgramWriter:
     def forward(self, stage: int) -> None:
         stage_spec, is_last = self.model.stages[stage], stage == self.last_stage
         reads = [*self.params(stage), *self.inputs_of(stage)]
-        reads += [Value("state", stage)] if "state" in stage_spec.asks else []
-        reads += [Value("key")] if "key" in stage_spec.asks else []
+        reads += [Value("state", stage)] if "state" in stage_spec.keywords else []
+        reads += [Value("key")] if "key" in stage_spec.keywords else []
         reads += [Value("target")] if is_last else []
         names = ["loss"] * self.has_loss(stage) + (self.loss_companions() if is_last else [])
-        names += ["state"] * ("state" in stage_spec.asks) + ["res"]
+        names += ["state"] * ("state" in stage_spec.keywords) + ["res"]
         writes = (*self.outputs(stage), *(Value(name, stage, 0) for name in names))
         self.ops.append(Op("F", stage, 0, None, 0, tuple(reads), writes, (), stage_spec.exchange))
 

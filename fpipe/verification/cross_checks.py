@@ -118,8 +118,8 @@ def _reasons_to_differ(model: Model) -> list[str]:
     """Return the reasons why microbatches may give other results than their whole batch."""
     stages = [(model.label_of(index), stage) for index, stage in enumerate(model.stages)]
     state_reason = "keeps state, as a batch norm does, which sees one microbatch at a time"
-    reasons = [f"{label} {state_reason}" for label, stage in stages if "state" in stage.asks]
-    reasons += [f"{label} reads which microbatch it is" for label, stage in stages if "microbatch" in stage.asks]
+    reasons = [f"{label} {state_reason}" for label, stage in stages if "state" in stage.keywords]
+    reasons += [f"{label} reads which microbatch it is" for label, stage in stages if "microbatch" in stage.keywords]
     loss_reason = "has a loss of its own, which may be no mean over rows"
     return reasons + [f"{label} {loss_reason}" for label, stage in stages if stage.aux_loss]
 

@@ -306,7 +306,7 @@ def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
     if stage is None or call.stage is None or not isinstance(stage.forward, PositionalStage):
         return None
     leaves = [leaf for _, leaves in call.reads for leaf in leaves]
-    reads_more = stage.asks or stage.aux_loss or call.autograd_leaves or model.per_example
+    reads_more = stage.keywords or stage.aux_loss or call.autograd_leaves or model.per_example
     if reads_more or any(getattr(leaf, "sharding", None) for leaf in leaves) or not stage.forward.pieces:
         return None
     reads = dict(call.reads)

@@ -233,13 +233,13 @@ class Traces:
             options = "loss", self.model.reduction, self.model.aux, call.specs
             return self._function_key(self.model.loss), *options, *context_key
         stage = self.model.stages[call.stage]
-        if "key" in stage.asks:
+        if "key" in stage.keywords:
             raise Untraceable("it asks for its key, and a trace would repeat what Python computes from the first one")
         # A net's stage reads parameters by position, so equal blocks under other names share a trace.
         is_positional = isinstance(stage.forward, PositionalStage)
         tied_names = tuple("" if is_positional else leaf.name for leaf in self.model.tied(call.stage))
         ports, has_several_inputs = self.model.ports(call.stage), isinstance(self.model.inputs[call.stage], tuple)
-        stage_key = (frozenset(stage.asks), stage.aux_loss, tied_names, ports, has_several_inputs)
+        stage_key = (frozenset(stage.keywords), stage.aux_loss, tied_names, ports, has_several_inputs)
         call_key = (*stage_key, call.microbatch, call.turn)
         if isinstance(stage.forward, PositionalStage):
             specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))

@@ -280,7 +280,7 @@ class Fingerprint:
 
 def _interface(model: Model) -> tuple[Any, ...]:
     """Return the parts of a model on which programs and parameters depend."""
-    stage_interfaces = [(sorted(stage.names or ()), stage.asks) for stage in model.stages]
+    stage_interfaces = [(sorted(stage.names or ()), stage.keywords) for stage in model.stages]
     return model.inputs, sorted(model.ties), stage_interfaces
 
 

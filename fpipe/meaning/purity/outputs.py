@@ -46,7 +46,7 @@ def symbols_in(text: str) -> set[str]:
 
 def call_stage(stage: Stage, params: Any, x: Any, options: Mapping[str, Any]) -> Any:
     """Call a stage function with the keyword arguments that it asks for, its state as a copy that it may write."""
-    kwargs = {name: options[name] for name in stage.asks}
+    kwargs = {name: options[name] for name in stage.keywords}
     if "state" in kwargs:
         kwargs["state"] = copy_state(kwargs["state"])
     return stage.forward(params, x, **kwargs)
@@ -63,11 +63,11 @@ def copy_state(state: Any) -> Any:
 
 def split_output(stage: Stage, returned: Any) -> tuple[Any, dict[str, Any]]:
     """Split the result of a stage function into its output and its extras: "state", "carry" and "loss" by name."""
-    names = [name for name in ("state", "carry") if name in stage.asks] + ["loss"] * stage.aux_loss
+    names = [name for name in ("state", "carry") if name in stage.keywords] + ["loss"] * stage.aux_loss
     if not names:
         return returned, {}
     if not isinstance(returned, tuple) or len(returned) != 1 + len(names):
-        demands = [f"asks for {name}" if name in stage.asks else f"gives its {name}" for name in names]
+        demands = [f"asks for {name}" if name in stage.keywords else f"gives its {name}" for name in names]
         raise TypeError(f"a stage that {' and '.join(demands)} returns (y, {', '.join(names)}).")
     extras = dict(zip(names, returned[1:], strict=True))
     if stage.aux_loss:

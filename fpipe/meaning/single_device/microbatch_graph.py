@@ -122,7 +122,7 @@ def run_stages(
         values.append(outputs_of(model, number, y))
         graph.carries_out.append(extras.get("carry"))
         stage_losses += [extras["loss"]] if "loss" in extras else []
-        if "state" in stage.asks:
+        if "state" in stage.keywords:
             states[number] = tree.tree_map(detach_leaf, extras["state"])
         if observe is not None:
             for port, output in enumerate(values[-1]):

@@ -122,7 +122,7 @@ def check_state(
 
 def check_all_state(model: Model, state: Sequence[Any] | None, call: str) -> None:
     """Check that `state` has the state of every stage that reads one; `call` is what takes it, for errors."""
-    reading = {n for n, stage in enumerate(model.stages) if "state" in stage.asks}
+    reading = {n for n, stage in enumerate(model.stages) if "state" in stage.keywords}
     check_state(model, state, reading, "this model", call)
 
 

@@ -313,7 +313,7 @@ class GraphStage(PositionalStage):
 
     def state_fields(self) -> dict[str, Any]:
         """Return the fields of a `Stage` that declare its state."""
-        return {"asks": frozenset({"state"} if self.state_names else ())}
+        return {"keywords": frozenset({"state"} if self.state_names else ())}
 
     def state(self) -> dict[str, Tensor]:
         """Return the current values of the buffers that the stage writes, by name."""

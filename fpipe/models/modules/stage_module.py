@@ -268,7 +268,7 @@ class StageModule(PositionalStage):
 
     def state_fields(self) -> dict[str, Any]:
         """Return the fields of a `Stage` that declare its state."""
-        return {"asks": frozenset({"state"} if self.state_owners else ())}
+        return {"keywords": frozenset({"state"} if self.state_owners else ())}
 
     def random_modules(self) -> list[str]:
         """Describe the modules that draw random numbers in their current mode."""

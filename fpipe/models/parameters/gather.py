@@ -193,7 +193,7 @@ def _with_net_names(
     constants: frozen parameters and buffers, which rank 0 takes from its own modules.
     """
     stages = [*net_stages(model)]
-    stateful_stage = next((number for number, stage in enumerate(model.stages) if "state" in stage.asks), None)
+    stateful_stage = next((number for number, stage in enumerate(model.stages) if "state" in stage.keywords), None)
     if stateful_stage is not None and not has_state:
         raise ValueError(
             f"{model.label_of(stateful_stage)} has module state, which a step returns: say state=result.state."

@@ -81,7 +81,7 @@ def claims_of_stages(
     claims: dict[str, Sequence[str]] = {}
     for stage in [*range(len(model.stages)), None]:
         name = "loss" if stage is None else f"stage {stage}"
-        depends_on_replica = stage is not None and "microbatch" in model.stages[stage].asks
+        depends_on_replica = stage is not None and "microbatch" in model.stages[stage].keywords
         suffix = f"|{_hash([*circumstances, f'replica {replica}'] if depends_on_replica else circumstances)}"
         graphs = lowered.graphs.get(stage, ())
         lines = [line for graph in graphs for line in lines_of_graph(graph)]

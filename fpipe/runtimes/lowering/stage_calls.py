@@ -66,9 +66,9 @@ class StageCalls:
         for label in grad_labels:
             groups[label] = groups[label]._replace(leaves=tuple(map(fact_wanting_grad, groups[label].leaves)))
         reads, specs = describe_leaves(groups)
-        asks = self.model.stages[op.stage].asks
-        microbatch = self.context.number(op) if "microbatch" in asks else None
-        turn = self.context.turn(op) if "turn" in asks else None
+        keywords = self.model.stages[op.stage].keywords
+        microbatch = self.context.number(op) if "microbatch" in keywords else None
+        turn = self.context.turn(op) if "turn" in keywords else None
         return self.canonical(StageCall(op.stage, reads, specs, microbatch, grad_labels, turn))
 
     def canonical(self, call: StageCall) -> StageCall:
@@ -305,7 +305,7 @@ def ops_to_lower(program: Program, context: StepContext) -> list[Op]:
     ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
     if program.slices == 1:
         return ops
-    return [_without_carry(op) if "carry" not in context.model.stages[op.stage or 0].asks else op for op in ops]
+    return [_without_carry(op) if "carry" not in context.model.stages[op.stage or 0].keywords else op for op in ops]
 
 
 def _without_carry(op: Op) -> Op:

@@ -95,8 +95,8 @@ class DryRuns:
         model = self._context.model
         value_names = [(o.kind, [(v.name, v.stage, v.port) for v in (*o.reads, *o.writes)]) for o in (op, forward_op)]
         avals = [(abstract.spec, *map(aval_of_leaf, abstract.leaves)) for abstract in (*reads, *forward_reads)]
-        asks = model.stages[op.stage or 0].asks
-        number = op.microbatch if "microbatch" in asks else self._context.turn(op) if "turn" in asks else None
+        keywords = model.stages[op.stage or 0].keywords
+        number = op.microbatch if "microbatch" in keywords else self._context.turn(op) if "turn" in keywords else None
         sizes = [self._sizes[value] for value in forward_op.reads if value in self._sizes]
         key = op.stage, number, op.slice, repr((value_names, avals, sizes))
         if key not in self._results:
