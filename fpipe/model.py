@@ -118,19 +118,28 @@ class DerivedReport(NamedTuple):
 
 @dataclass(frozen=True)
 class Model(HtmlRepr):
-    """Stages in dataflow order and a loss; `inputs[i]` lists the sources of stage i, `ties` the leaves that are one.
+    """Stages in dataflow order and a loss.
 
     A stage that takes one source gets its value as `x`; one that takes a tuple of sources gets the tuple of values. A
     stage of which others take several outputs, as `(stage, which)`, returns the tuple of them.
-    `aux` says that the loss returns auxiliary results beside it, `frozen` which leaves have no gradient: pairs of a
-    stage and the name of a leaf (None: all of the stage's). `whole` is the pytree that all parameters were in, with the
-    leaves' names, if they were in one, and `function` the loss function that the model was cut out of, if it was.
-    `per_example` says that each row of a microbatch is handed parameters of its own, as `fpipe.per_example` makes it:
-    their gradients come row by row. `leaf_order` lists the names of the parameters that train in the order of the net's
-    `named_parameters()`, in which norms are stacked; parameters of functions come stage by stage. `report` says what is
-    where, if a front door knows: the model prints as it. `labels` are, of a net that computes its
-    cross entropy, the path of the labels among its inputs and the class that it ignores. `held` knows what modules held
-    when a front door made the model, and refuses to go on where that has changed.
+
+    Args:
+        stages, loss: the stage functions, and `loss(y, target)`.
+        inputs: the sources of each stage.
+        ties: groups of leaves that are one, each leaf as a stage and a name; the first one is the owner.
+        reduction: "mean", "sum" or "count": how the loss reduces the rows of a batch.
+        aux: whether the loss returns auxiliary results too.
+        frozen: leaves without gradient: pairs of a stage and the name of a leaf (None: all of the stage's).
+        params_spec: the leaves' names and the pytree of all parameters, if these were in one.
+        function: the loss function that the model was cut out of, if it was.
+        per_example: whether each row of a microbatch has parameters of its own, and gradients come row by row, as
+            `fpipe.per_example` makes it.
+        leaf_order: names of the parameters that train in the order of the net's `named_parameters()`, in which norms
+            are stacked; parameters of functions come stage by stage.
+        labels: of a net that computes its cross entropy, the path of the labels among its inputs and the class that it
+            ignores.
+        report: where the net's parts are, if a front door knows: the model prints as it.
+        fingerprint: what modules held when a front door made the model; it refuses to go on where that has changed.
 
     >>> scale = Stage(lambda params, x: x * params["w"])
     >>> add = Stage(lambda params, x: x[0] + x[1])
@@ -145,13 +154,13 @@ class Model(HtmlRepr):
     reduction: Reduction = "mean"
     aux: bool = False
     frozen: frozenset[tuple[int, str | None]] = frozenset()
-    whole: tuple[tuple[str, ...], tree.Spec] | None = None
+    params_spec: tuple[tuple[str, ...], tree.Spec] | None = None
     function: LossFunction | None = None
     per_example: bool = False
     leaf_order: tuple[str, ...] = ()
     labels: tuple[str, int] | None = field(default=None, repr=False)
     report: Any = field(default=None, compare=False, repr=False)
-    held: Any = field(default=None, compare=False, repr=False)
+    fingerprint: Any = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return repr(self) if self.report is None else str(self.report)
@@ -263,7 +272,7 @@ def unsuitable_signature(function: Callable[..., Any]) -> inspect.Signature | No
 
 def in_current_mode(model: Model) -> Model:
     """Return the model for the train or eval mode that its net is in now, where a front door can trace it again."""
-    return model if require_model(model).held is None else model.held.model_in_current_modes(model)
+    return model if require_model(model).fingerprint is None else model.fingerprint.model_in_current_modes(model)
 
 
 def require_model(argument: object, expectation: str = "a Model is wanted, as from_functions makes it;") -> Model:

@@ -89,7 +89,7 @@ def evaluating(model: Model) -> Model:
     >>> net.training, torch.equal(seen, net.eval()(x))
     (True, True)
     """
-    fingerprint = require_model(model).held
+    fingerprint = require_model(model).fingerprint
     eval_model = None if fingerprint is None else fingerprint.eval_model()
     if eval_model is None:
         raise ValueError(

@@ -76,7 +76,7 @@ def from_functions(
         fingerprint = Fingerprint([*functions, loss])
     else:
         fingerprint = None
-    return Model(stages, loss, sources, _normalise_ties(ties, len(fns)), reduction, aux, held=fingerprint)
+    return Model(stages, loss, sources, _normalise_ties(ties, len(fns)), reduction, aux, fingerprint=fingerprint)
 
 
 def _asked_names(number: int, fn: Callable[..., Any]) -> frozenset[str]:

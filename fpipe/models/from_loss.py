@@ -210,7 +210,9 @@ def from_loss(
     # 4) Say of the model what its parameters are called, and which function computes the same uncut.
     function = LossFunction(partial(_called, loss_fn), autocast_eps(graph.module.graph))
     order, fingerprint = tuple(names), Fingerprint([loss_fn])
-    model = replace(model, stages=stages, whole=(order, spec), function=function, leaf_order=order, held=fingerprint)
+    model = replace(
+        model, stages=stages, params_spec=(order, spec), function=function, leaf_order=order, fingerprint=fingerprint
+    )
     return model, tuple({name: leaves[name].detach() for name in names} for names in cut.owned)
 
 

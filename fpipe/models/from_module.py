@@ -153,7 +153,7 @@ def from_module(
         model,
         stages=tuple(stages_of),
         report=report,
-        held=fingerprint,
+        fingerprint=fingerprint,
         frozen=frozen,
         leaf_order=leaf_order,
         labels=labels,

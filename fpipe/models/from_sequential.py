@@ -143,7 +143,7 @@ def from_sequential(
     )
     # 4) Note how the model was made, so that another net, such as the whole net in a comparison, is cut alike.
     fingerprint = Fingerprint([loss], [*net.named_modules()])
-    model = replace(model, stages=stages_of, leaf_order=order, held=fingerprint)
+    model = replace(model, stages=stages_of, leaf_order=order, fingerprint=fingerprint)
     states = tuple(run.state() for run in runs)
     arguments: Any = {"loss": loss, "reduction": reduction, "aux": aux, "keywords": keywords}
     arguments |= {"sizes": [*map(len, groups)], "state": [name for state in states for name in state]}

@@ -160,8 +160,8 @@ def build(
             raise ValueError("donate= needs a program with fpipe.update().")
         check_match(program, model)
         refuse_meta_constants(model)
-        if model.held is not None:
-            model.held.refuse_changed()
+        if model.fingerprint is not None:
+            model.fingerprint.refuse_changed()
         if example is None and runtime == "distributed":
             raise ValueError(
                 "runtime='distributed' needs example=(params, batch), for which meta tensors will do: each rank must "

@@ -216,7 +216,7 @@ def check_function(
     for stage, stage_params in enumerate(params):
         is_trainable_by_name |= zip(stage_params, trainable_leaves(model, stage, stage_params), strict=True)
     leaf_by_name = {name: leaf for stage_params in params for name, leaf in stage_params.items()}
-    leaf_names = model.whole[0] if model.whole else [*leaf_by_name]
+    leaf_names = model.params_spec[0] if model.params_spec else [*leaf_by_name]
     total_rows = sum(size for _, size in microbatches)
     total: list[Tensor | None] = [None] * len(leaf_by_name)
     divisor: Any = 0
@@ -225,7 +225,7 @@ def check_function(
         leaves = {name: leaf_by_name[name].detach().requires_grad_(is_trainable_by_name[name]) for name in leaf_names}
         # A net takes its buffers by name, too.
         buffers = {name: leaf.clone() for stage in state or () for name, leaf in (stage or {}).items()}
-        arguments = tree.unflatten(model.whole[1], leaves.values()) if model.whole else leaves | buffers
+        arguments = tree.unflatten(model.params_spec[1], leaves.values()) if model.params_spec else leaves | buffers
         with torch.enable_grad():
             function_result = model.function.call(arguments, part, key, index)
             loss, count, _ = split_loss(function_result, model.reduction, model.aux, f"what {name_of_function} returns")

@@ -255,7 +255,7 @@ class Traces:
 
     def _function_key(self, function: Any) -> Any:
         """Return the key of a function: its identity, as under `jax.jit`, and the training modes of the net it uses."""
-        return IdentityKey(function), () if self.model.held is None else self.model.held.modes()
+        return IdentityKey(function), () if self.model.fingerprint is None else self.model.fingerprint.modes()
 
     def _backward_runner(self, call: StageCall) -> BackwardRunner | None:
         """Return how to run a module's backward: with its parameters bound, since a checkpoint calls modules again."""

@@ -79,7 +79,7 @@ def _refuse_replaced_params(model: Model, params: Sequence[Any]) -> None:
 def _how_to_split_params(model: Model) -> str:
     if all(stage.names is None for stage in model.stages):
         return ""
-    if model.whole is None:
+    if model.params_spec is None:
         return " fpipe.split_params(model, net.state_dict()) makes it of those of the whole."
     return " fpipe.split_params(model, whole) makes it of the whole pytree, as from_loss takes it."
 

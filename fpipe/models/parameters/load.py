@@ -188,7 +188,7 @@ def net_stages(model: Model) -> Iterator[PositionalStage]:
     """Yield the stage functions of a model that is made of a net; they know where the net has their parameters."""
     for number, stage in enumerate(require_model(model).stages):
         run = net_stage_of(stage.forward)
-        if run is None or model.whole is not None:
+        if run is None or model.params_spec is not None:
             raise TypeError(
                 f"stage {number} is of no module, so its parameters have no names. This takes models of from_module "
                 "and from_sequential; otherwise use fpipe.split_params and local_params."

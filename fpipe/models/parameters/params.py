@@ -34,8 +34,8 @@ def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
     True
     """
     require_model(model)
-    if model.whole is not None:
-        names, containers = model.whole
+    if model.params_spec is not None:
+        names, containers = model.params_spec
         leaves = {name: leaf for stage in check_params(model, per_stage) for name, leaf in stage.items()}
         check_keys(leaves, names, "the params of all stages")
         return tree.unflatten(containers, [leaves[name] for name in names])
@@ -64,8 +64,8 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
     [['0.weight', '0.bias'], ['1.weight', '1.bias']]
     """
     require_model(model)
-    if model.whole is not None:
-        names, containers = model.whole
+    if model.params_spec is not None:
+        names, containers = model.params_spec
         if tree.flatten(whole)[1] != containers:
             raise ValueError("the whole has another structure than the params that the model was made with.")
         leaves = dict(zip(names, tree.leaves(whole), strict=True))

@@ -109,7 +109,7 @@ def _run_and_compare(
         return run()
     # 1. Compare hooks and children of modules with the cut. A new hook that a trace does not call may change no number,
     # and still not do its work, so it is refused at once; other changes explain numbers that differ.
-    model_snapshot = prepared.model.held
+    model_snapshot = prepared.model.fingerprint
     changes: list[tuple[str, str, bool]] = (
         [] if model_snapshot is None else model_snapshot.changes(_live_modules(prepared))
     )

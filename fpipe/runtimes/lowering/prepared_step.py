@@ -90,7 +90,7 @@ class PreparedStep:
         self.next_audit = 0  # the number of the step that is audited next
         # 4. Graphs hold on to tensors of the model. A step refuses to run when a module has other ones since.
         graph_tensors = _graph_tensors(lowered, model)
-        self.homes = [] if model.held is None else model.held.slots_of(graph_tensors)
+        self.homes = [] if model.fingerprint is None else model.fingerprint.slots_of(graph_tensors)
         _synchronize((*graph_tensors, *_constant_leaves(lowered)))
 
     def compile(self) -> None:
@@ -120,8 +120,8 @@ class PreparedStep:
             tap: a function that replaces those of the instructions, for this step.
         """
         check_finite = self.options.check_finite
-        if self.model.held is not None:
-            self.model.held.refuse_rebound(self.homes)
+        if self.model.fingerprint is not None:
+            self.model.fingerprint.refuse_rebound(self.homes)
         for labels in self._ignored_labels() if inputs.warns else ():
             warn_of_padding(self.program, self.model, inputs.batch, labels)
         leaves = [*map(local_shard, leaves)]

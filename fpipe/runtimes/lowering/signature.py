@@ -39,7 +39,7 @@ class Signatures:
         pairs = [(stage.forward, net_stage_of(stage.forward)) for stage in model.stages]
         self._stages = [net for _, net in pairs if net is not None]
         self._wrapped = [net for function, net in pairs if net is not None and net is not function]
-        self._trace_count, self._has_warned, self._held = 0, False, model.held
+        self._trace_count, self._has_warned, self._fingerprint = 0, False, model.fingerprint
         self._last_traced: Any = None
         self._current = Signature()
 
@@ -57,9 +57,9 @@ class Signatures:
             Untraceable: nothing can be traced under these modes.
         """
         modes, signature = [mode for stage in self._stages for mode in stage.modes()], self._current
-        if self._held is not None:
-            self._held.refuse_changed_requires_grad()
-            modes += self._held.modes()
+        if self._fingerprint is not None:
+            self._fingerprint.refuse_changed_requires_grad()
+            modes += self._fingerprint.modes()
         constants = [leaf for stage in self._stages for leaf in stage.constants()]
         device_by_leaf = repeat(None) if homes is None else chain(homes, repeat(torch.get_default_device()))
         leaf_properties = [*map(_leaf_properties, chain(leaves, constants), device_by_leaf)]
