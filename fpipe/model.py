@@ -109,11 +109,11 @@ class LossFunction(NamedTuple):
 class DerivedReport(NamedTuple):
     """The report of a model derived from another: how it was derived, and the report of the original."""
 
-    how: str
+    derivation: str
     report: Any
 
     def __str__(self) -> str:
-        return f"{self.how}\n{self.report}"
+        return f"{self.derivation}\n{self.report}"
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,9 @@ class Model(HtmlRepr):
     def __str__(self) -> str:
         return repr(self) if self.report is None else str(self.report)
 
-    def made(self, how: str) -> DerivedReport | None:
+    def derived_report(self, derivation: str) -> DerivedReport | None:
         """Return the report for a model derived from this one; None if this one has no report."""
-        return None if self.report is None else DerivedReport(how, self.report)
+        return None if self.report is None else DerivedReport(derivation, self.report)
 
     def __post_init__(self) -> None:
         for non_stage in (stage for stage in self.stages if not isinstance(stage, Stage)):

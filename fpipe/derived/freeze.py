@@ -38,7 +38,9 @@ def freeze(model: Model, *leaves: int | str | tuple[int, str]) -> Model:
     """
     require_model(model)
     frozen = model.frozen | {_find_leaf(model, leaf) for leaf in leaves}
-    return replace(model, frozen=frozen, report=model.made(f"frozen: {', '.join(map(_describe_leaf, leaves))}"))
+    return replace(
+        model, frozen=frozen, report=model.derived_report(f"frozen: {', '.join(map(_describe_leaf, leaves))}")
+    )
 
 
 def _describe_leaf(leaf: int | str | tuple[int, str]) -> str:

@@ -278,7 +278,7 @@ def jvp(model: Model) -> Model:
     # One wrapper for equal stages, so that they share a trace.
     on_duals = {stage: _run_on_duals(stage) for stage in model.stages}
     stages = tuple(on_duals[stage] for stage in model.stages)
-    report = model.made("jvp: on dual numbers, so a tangent beside each parameter and what depends on it")
+    report = model.derived_report("jvp: on dual numbers, so a tangent beside each parameter and what depends on it")
     return replace(model, stages=stages, loss=_derivative_loss(model), aux=True, function=None, report=report)
 
 

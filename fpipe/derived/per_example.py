@@ -65,7 +65,7 @@ def per_example(model: Model) -> Model:
     ]
     stage_by_key = {stage_key: _over_rows(*stage_key) for stage_key in stage_keys}
     stages, loss = tuple(stage_by_key[stage_key] for stage_key in stage_keys), _sum_over_rows(model)
-    report = model.made("per_example: gradients row by row, of parameters that each row is handed")
+    report = model.derived_report("per_example: gradients row by row, of parameters that each row is handed")
     return replace(
         model, stages=stages, loss=loss, reduction="sum", aux=True, function=None, per_example=True, report=report
     )
