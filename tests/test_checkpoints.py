@@ -87,6 +87,7 @@ def test_a_gathered_file_loads_into_another_cut(tmp_path: Path):
     gathered = fpipe.gather_state_dict(program, params)
     assert gathered is not None
     assert all(torch.equal(leaf, gathered[name]) for name, leaf in join_stages(loaded).items())
+    # Strict: a missing or unexpected name raises.
     net = net_of()
     net.load_state_dict(gathered)
 

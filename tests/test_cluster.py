@@ -96,6 +96,7 @@ def test_ring_bytes_equal_seconds_of_collectives(
     program = collectives(fpipe.schedules.about(name).program(2, 4))
     costs = fpipe.Costs(1.03, 1.31, 0.9, bytes=lambda value: {"params": 6, "loss": 0}.get(value.name, 9))
     cluster = fpipe.Cluster.parse(f"2 ranks; replicas {replicas} {latency * 1000:g}ms 3B/s")
+    # Parameters of 6 bytes and gradients of 9 take 2 and 3 seconds at 3 B/s.
     latency_seconds = (replicas - 1) * latency
     share = (replicas - 1) / replicas
     seconds_by_kind = {
@@ -108,11 +109,11 @@ def test_ring_bytes_equal_seconds_of_collectives(
     assert [cluster_costs.seconds(op) for op in exchanges] == pytest.approx(
         [fixed + seconds_by_kind[op.kind.lower()] for op in exchanges]
     )
-    ring = fpipe.Cluster.parse(f"2 ranks; replicas {replicas} {latency * 1000:g}ms")
+    ring_without_bandwidth = fpipe.Cluster.parse(f"2 ranks; replicas {replicas} {latency * 1000:g}ms")
     seconds_on_ring = {
         kind: fixed + seconds - latency_seconds * (1 + (kind == "reduce")) for kind, seconds in seconds_by_kind.items()
     }
-    explicit_costs = replace(costs, **seconds_on_ring, cluster=ring)
+    explicit_costs = replace(costs, **seconds_on_ring, cluster=ring_without_bandwidth)
     cluster_timeline, explicit_timeline = (
         fpipe.simulate(program, variant) for variant in (cluster_costs, explicit_costs)
     )

@@ -701,12 +701,12 @@ def test_given_gradients_and_optimizer_state_are_compared():
     state = {name: dict(loops[0].optimizer.state[leaf]) for name, leaf in loops[0].net.named_parameters()}
     options: dict[str, Any] = {"lr": rates, "microbatches": MICROBATCHES, **ADAM | {"clip": None}}
     assert fpipe.compare_step(model, params, batches, params_after, grads=grads, opt_after=state, **options).bitwise
-    miscounted = state | {WEIGHT: state[WEIGHT] | {"step": torch.tensor(3.0)}}
+    state_of_other_step = state | {WEIGHT: state[WEIGHT] | {"step": torch.tensor(3.0)}}
     with pytest.raises(fpipe.GradientMismatch, match=r"1 of \d+ values beside .* are others: step of 0.0.weight"):
-        fpipe.compare_step(model, params, batches, params_after, opt_after=miscounted, **options)
-    halved = grads | {WEIGHT: grads[WEIGHT] / 2}
+        fpipe.compare_step(model, params, batches, params_after, opt_after=state_of_other_step, **options)
+    grads_with_a_half = grads | {WEIGHT: grads[WEIGHT] / 2}
     with pytest.raises(fpipe.GradientMismatch, match=r"are others: the gradient of 0.0.weight\."):
-        fpipe.compare_step(model, params, batches, params_after, grads=halved, **options)
+        fpipe.compare_step(model, params, batches, params_after, grads=grads_with_a_half, **options)
 
 
 @pytest.mark.parametrize(

@@ -203,8 +203,8 @@ def test_leaves_without_tangent_are_constant_and_unused_leaves_have_no_gradient(
     expected = jvp(grad(lambda w: squares(NUMBERS[0] @ w * 2, NUMBERS[1])), (W["w"],), (W["w"],))
     assert_close({"w": gradient[0]["w"], "Hw": product[0]["w"]}, dict(zip(("w", "Hw"), expected, strict=True)))
     assert gradient[0]["scale"] is None
-    of_rows = fpipe.per_example(model)
-    assert fpipe.build(fpipe.program(of_rows), of_rows)(params, NUMBERS).grads[0]["unused"] is None
+    per_row = fpipe.per_example(model)
+    assert fpipe.build(fpipe.program(per_row), per_row)(params, NUMBERS).grads[0]["unused"] is None
 
 
 def test_verify_compares_gradients_of_rows():

@@ -279,6 +279,7 @@ def test_a_custom_kind_has_a_cost_for_each_op():
     """The fast pass used to ask for a cost once per stage and to take it for all microbatches."""
     if "FEE" not in KINDS:
         fpipe.register_kind("FEE", fpipe.Kind("after"))
+    # A FEE for each microbatch stands behind the last backward, and the results are what the FEEs write.
     lines = str(fpipe.split(3)(fpipe.program(1))).splitlines()
     lines = [re.sub(r"= (g\[0,(\d)\]) @", r"= paid[0,\2] @", line) for line in lines]
     last_backward = max(index for index, line in enumerate(lines) if " = B[" in line)

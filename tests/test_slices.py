@@ -186,9 +186,9 @@ def test_metrics_of_slices_have_the_weights_of_the_reference():
     model = fpipe.from_functions([head], loss_with_metric, aux=True)
     program = fpipe.chain(fpipe.split(4, slices=2), fpipe.merge())(fpipe.program(model))
     step, params = fpipe.build(program, model), params_of(torch.float64)[3:]
-    make = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for _ in range(40):
-        batch = tuple(torch.randn(6, 7, WIDTH, generator=make, dtype=torch.float64) for _ in range(2))
+        batch = tuple(torch.randn(6, 7, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
         aux = step(params, batch).aux
         assert torch.equal(aux, fpipe.reference(model, params, batch, microbatches=4, slices=2).aux)
 

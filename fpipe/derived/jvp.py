@@ -312,11 +312,13 @@ def _derivative_loss(model: Model) -> Callable[[Any, Any], Any]:
     loss, reduction, with_aux = model.loss, model.reduction, model.aux
 
     def derivative(y: Any, target: Any) -> Any:
-        def call(y: Any, target: Any) -> tuple[Tensor, Any]:
+        """Return the tangent of the loss as the loss, and the loss itself among the auxiliary results."""
+
+        def loss_and_rest(y: Any, target: Any) -> tuple[Tensor, Any]:
             total, count, aux = split_loss(y if loss is None else loss(y, target), reduction, with_aux)
             return total, (count, aux)
 
-        dual_loss, (count, aux) = pushed_forward(call, y, target)
+        dual_loss, (count, aux) = pushed_forward(loss_and_rest, y, target)
         aux_results = {"loss": dual_loss.primal if isinstance(dual_loss, Dual) else dual_loss} | (
             {"aux": aux} if with_aux else {}
         )

@@ -154,11 +154,11 @@ class LocalSearch:
     ) -> None:
         """Simulate schedules, keep the best that fits, and add those to the pool that the search can improve."""
         problem, base = self.problem, base or self.bases[0]
-        recomputed = sum(op.kind == "R" for op in base.ops)
+        recompute_count = sum(op.kind == "R" for op in base.ops)
         for name, transform in starts:
             for variant in self._backward_variants(base):
                 program = apply_if_legal(transform, variant)
-                if program is None or not self._is_allowed(program, recomputed):
+                if program is None or not self._is_allowed(program, recompute_count):
                     continue
                 self.starts[name] = transform
                 fits = self.record_named(name, program)

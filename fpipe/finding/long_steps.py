@@ -115,6 +115,7 @@ def extend_named_schedules(short_search: LocalSearch, long_search: LocalSearch) 
     for probe in probes:
         probe.add_named_schedules(probe.bases[0], improve=False)
     first_rows, second_rows = (probe.named for probe in probes)
+    # How far the long step is beyond the second one, in distances between the two.
     steps = (count - sizes[1]) / (sizes[1] - sizes[0])
 
     def predict(name: str, attribute: str) -> float:
@@ -122,8 +123,10 @@ def extend_named_schedules(short_search: LocalSearch, long_search: LocalSearch) 
         return extrapolate(getattr(first_rows[name], attribute), getattr(second_rows[name], attribute), steps)
 
     # 3) Schedules with one order: build them by predicted time, until none can beat the best.
-    in_both = first_rows.keys() & second_rows.keys()
-    predicted = {name: predict(name, problem.objective) for name in in_both if not may_reorder(name, problem.ranks)}
+    names_in_both = first_rows.keys() & second_rows.keys()
+    predicted = {
+        name: predict(name, problem.objective) for name in names_in_both if not may_reorder(name, problem.ranks)
+    }
     for name in sorted(predicted, key=lambda name: (predicted[name], name)):
         best = long_search.best
         if long_search.named and best is not None and best.value[0] <= predicted[name] * (1 + 1e-9):
@@ -132,7 +135,7 @@ def extend_named_schedules(short_search: LocalSearch, long_search: LocalSearch) 
             long_search.add_starts([(name, probes[1].starts[name])], improve=False)
     # 4) Schedules that may take another order: build them by lower bound, until a named schedule is as good.
     fitting_names = {schedule_of(name) for probe in probes for name, row in probe.named.items() if row.fits}
-    open_names = [name for name in in_both - predicted.keys() if schedule_of(name) in fitting_names]
+    open_names = [name for name in names_in_both - predicted.keys() if schedule_of(name) in fitting_names]
     lower_bounds = {name: lower_bound_of_named(name, probes, steps) for name in open_names}
     for name in sorted(lower_bounds, key=lambda name: (lower_bounds[name], name)):
         named_values = [getattr(row, problem.objective) for row in long_search.named.values() if row.fits]

@@ -105,6 +105,7 @@ def schedule(table: Table, *, format: Format | None = None) -> Transform:
 
 
 def _as_transform(rows: list[list[Cell]], format: Format | None) -> Transform:
+    """Return the transform that orders a program as torch's table does, with its transfers if it has any."""
     cells = [[cell.compute for cell in row if cell.compute is not None] for row in rows]
     # Weight actions are no sign of transfers: torch's GPipe and 1F1B have REDUCE_GRAD in tables of computation.
     has_transfers = format == "compute_comms" or any(actions_of(rows, TRANSFERS))

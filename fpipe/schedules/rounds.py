@@ -142,7 +142,7 @@ def key_of_op(op: int, count: int, stages: int, kinds: str) -> Key:
 def _chain_graph(placement: list[int], microbatches: int, kinds: str) -> TaskGraph:
     """Return the task graph of a chain of stages, whose microbatches enter in order.
 
-    Op `(kind * stages + stage) * count + microbatch` takes one second, or two if it is a B.
+    Op `(kind * stages + stage) * microbatches + microbatch` takes one second, or two if it is a B.
     """
     stages = len(placement)
     path = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]

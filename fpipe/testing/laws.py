@@ -144,20 +144,24 @@ class _Laws:
     def check_size(self, size: Size) -> None:
         """Check that a program is complete, uses all ranks, is legal, and takes no less time than a lower bound."""
         base, program = base_program(size.stages), self.program(size)
-        cut = split(size.microbatches)(base)
+        split_program = split(size.microbatches)(base)
         # Complete: the schedule moves the ops of the split program, and neither drops nor repeats one.
-        missing, repeated = _cells(cut) - _cells(program), _cells(program) - _cells(cut)
+        expected_cells, cells = _cells(split_program), _cells(program)
+        missing, repeated = expected_cells - cells, cells - expected_cells
         if missing or repeated:
-            cells = ", ".join(f"{stage}{kind}{index}" for kind, stage, index, _ in sorted(missing or repeated))
-            self.fail(size, "it is complete", f"{cells} {'is missing' if missing else 'stands too often'}.", program)
-        missing_results = {end.name for end in merge()(cut).outputs} - {end.name for end in merge()(program).outputs}
+            names = ", ".join(f"{stage}{kind}{index}" for kind, stage, index, _ in sorted(missing or repeated))
+            self.fail(size, "it is complete", f"{names} {'is missing' if missing else 'stands too often'}.", program)
+        results, expected_results = ({end.name for end in merge()(p).outputs} for p in (program, split_program))
+        missing_results = expected_results - results
         if missing_results:
             self.fail(size, "it is complete", f"the result {min(map(str, missing_results))} is lost.", program)
         if program.ranks != size.ranks:
             self.fail(size, "it uses every rank", f"the program is on {program.ranks} ranks.", program)
         # Legal: with transfers and frees explicit, `check` sees each value sent once, received once and freed last.
-        full = chain(merge(), communicate(), free())
-        self.attempt(size, "it is legal with transfers and frees", lambda: check(full(program)), program)
+        with_transfers_and_frees = chain(merge(), communicate(), free())
+        self.attempt(
+            size, "it is legal with transfers and frees", lambda: check(with_transfers_and_frees(program)), program
+        )
         for costs in COSTS:
             timeline, bound = simulate(program, costs), bounds(program, costs)
             # Faster than a lower bound means that the simulation or the bound is wrong; 1e-9 s is for rounding.

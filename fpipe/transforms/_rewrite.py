@@ -292,14 +292,14 @@ class _RankFinder:
 
     def rank_at_home(self, op: Op) -> int:
         """Return the rank of an op that adds, scales or merges: the home that writes its reads, or the first home."""
-        stage = op[1] or 0
-        homes: tuple[int, ...] = self.homes.get(stage, (op[4],))
+        stage = op.stage or 0
+        homes: tuple[int, ...] = self.homes.get(stage, (op.rank,))
         # Where the weights live on a rank that does not compute the stage (a weight server), gradients are added on
         # the rank that computes them: one sum travels, instead of the gradient of each microbatch.
-        sum_travels = op[0] == "ADD" and homes[0] not in self.ranks_by_stage.get(stage, homes)
+        sum_travels = op.kind == "ADD" and homes[0] not in self.ranks_by_stage.get(stage, homes)
         if len(homes) == 1 and not sum_travels:
             return homes[0]
-        writer_ranks = {self.rank_of_writer(value) for value in op[5]}
+        writer_ranks = {self.rank_of_writer(value) for value in op.reads}
         if sum_travels and len(writer_ranks) == 1:
             return writer_ranks.pop() or 0
         return next((rank for rank in homes if writer_ranks - {None} == {rank}), min(homes))

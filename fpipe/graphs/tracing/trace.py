@@ -205,7 +205,7 @@ def _run_with_gradient(
             results = function(args)
         forward_call_counts.append(count_traced_ops())
         yield from results.items()
-        pairs = [
+        roots_and_cotangents = [
             (root, cotangent)
             for label in cotangents
             for root, cotangent in zip(results[result_of(label)], arguments[label], strict=True)
@@ -214,8 +214,8 @@ def _run_with_gradient(
         gradients = {label: name for label in reads if (name := gradient_of(label)) is not None}
         differentiated = [leaf for label in gradients for leaf in arguments[label] if _requires_grad(leaf)]
         grads: Iterator[Any] = iter([None] * len(differentiated))
-        if pairs and differentiated:
-            roots, seeds = zip(*pairs, strict=True)
+        if roots_and_cotangents and differentiated:
+            roots, seeds = zip(*roots_and_cotangents, strict=True)
             compute_grads: Any = partial(torch.autograd.grad, roots, differentiated, seeds, allow_unused=True)
             # As torch advises: a backward inside autocast would compute some gradients in the lower precision.
             with outside_autocast():

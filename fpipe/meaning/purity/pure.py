@@ -87,17 +87,17 @@ class _StorageRecord:
 
     def restore_swapped(self) -> str | None:
         """Return a description of a tensor whose storage has changed, and give the module's tensors their old ones."""
-        moved = [
+        swapped = [
             (path, tensor, original)
             for path, tensor, original, recorded_key in self.module_tensors
             if storage_key(tensor) != recorded_key
         ]
-        for _, tensor, original in moved:
+        for _, tensor, original in swapped:
             tensor.data = original
-        if moved:
-            return f"buffer or parameter {moved[0][0]!r}"
-        has_swapped = any(storage_key(tensor) != recorded_key for tensor, recorded_key in self.argument_tensors)
-        return "what it was given" if has_swapped else None
+        if swapped:
+            return f"buffer or parameter {swapped[0][0]!r}"
+        argument_is_swapped = any(storage_key(tensor) != key for tensor, key in self.argument_tensors)
+        return "what it was given" if argument_is_swapped else None
 
 
 def _refuse_rebinding(

@@ -103,6 +103,7 @@ class WriteGuard(TorchDispatchMode):
         self.storages_written: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # DTensor runs first, on its local tensors, whose ops come here again.
         if involves_dtensor(types):
             return NotImplemented
         kwargs = kwargs or {}

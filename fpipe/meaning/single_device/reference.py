@@ -97,6 +97,7 @@ def reference(
     def accumulate(
         params_read: Sequence[Any], step_batch: Any, state: Any, key: int | None, scale: Tensor | None
     ) -> Result:
+        """Return loss and gradients of one batch, summed over its microbatches, in all replicas."""
         is_presplit = isinstance(step_batch, list)
         step_batch, microbatch_rows = _cut(step_batch, microbatches, replica_count, model)
         if not input_grads:

@@ -49,14 +49,14 @@ class Signatures:
         """Return the signature of these leaves in these containers, under the flags and modes that are on now.
 
         Args:
-            leaves, containers: of what a step is handed.
-            homes: of an example, the device of each leaf, for leaves without data.
+            leaves, containers: the flattened arguments of a step.
+            homes: the device of each leaf, for an example whose leaves are without data.
 
         Raises:
             TypeError: a leaf cannot be compared.
             Untraceable: nothing can be traced under these modes.
         """
-        modes, signature = [mode for stage in self._stages for mode in stage.modes()], self._current
+        modes = [mode for stage in self._stages for mode in stage.modes()]
         if self._fingerprint is not None:
             self._fingerprint.refuse_changed_requires_grad()
             modes += self._fingerprint.modes()
@@ -74,12 +74,12 @@ class Signatures:
             *leaf_properties,
         )
         # Most steps have the signature of the step before them: one comparison, and no hash.
-        if parts != signature:
+        if parts != self._current:
             signature = Signature(parts)
             # Raises TypeError here, in front of the caller, if a leaf cannot be hashed.
             hash(signature)
             self._current = signature
-        return signature
+        return self._current
 
     def note_trace(self, signature: Any, arguments: Any, seconds: float) -> None:
         """Note that a step was traced for a signature, and say what changed if that is slow or happens often."""
