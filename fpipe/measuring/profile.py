@@ -123,7 +123,8 @@ def profile(
     opt, rates, scale = example_optim(halves, params) or (None, [], None)
     lr: Any = [float(rate) for rate in rates] or None
     example = None if is_serial else (params, batch) if state is None else (params, batch, state)
-    # Each variant of the program runs `repeats` times after a first run, which traces, compiles and warms up.
+    # 1. Time the ops. Each variant of the program runs `repeats` times after a first run, which traces, compiles and
+    # warms up.
     runs: Runs = {}
     timelines: list[Timeline] = []
     done, total = 0, len(variants) * (repeats + 1)
@@ -147,6 +148,7 @@ def profile(
                 progress(done, total)
         # Both variants have forwards. Those of the first one count: they leave residuals, as most schedules' do.
         runs = {**runs_of_variant, **runs}
+    # 2. Count bytes, and take means.
     try:
         byte_sizes = sizes(halves, model, params, batch, state=state)
     except ValueError as error:

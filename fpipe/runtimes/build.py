@@ -129,7 +129,7 @@ def build(
 
     model = in_current_mode(model)
 
-    # In processes this runs inside of the runtime, which reports an error to the other ranks.
+    # 1. Check the arguments. In processes this runs inside of the runtime, which reports an error to the other ranks.
     def check_arguments() -> Any:
         switches = {"compile": compile, "trace": trace, "record": record, "check_finite": check_finite}
         for switch, setting in (switches | {"broadcast": broadcast, "donate": donate}).items():
@@ -169,6 +169,7 @@ def build(
             )
         return None if example is None else check_example(example)
 
+    # 2. Choose what builds the step of a program on this runtime.
     options = StepOptions(trace, compile, record, check_finite, float(loss_scale), audit=audit)
     if runtime == "distributed":
         from fpipe.runtimes.processes.distributed import ProcessOptions, build_rank_step
@@ -196,4 +197,5 @@ def build(
                 program, model, step_options, example=example, workers=workers, devices=rank_devices
             )
 
+    # 3. Build. With validate="after" these are two steps: a second one, whose updates wait, repeats a clipped call.
     return under_autocast(autocast, lambda: post_validated(require_program(program), build_step, donate))

@@ -70,7 +70,8 @@ def merge(
 
     @as_transform
     def transform(program: Program) -> Program:
-        parts_by_result: defaultdict[Value, list[Output]] = defaultdict(list)  # of each microbatch one
+        # 1) Sort the outputs: those that stay as they are, and for each joined result its parts, one a microbatch.
+        parts_by_result: defaultdict[Value, list[Output]] = defaultdict(list)
         results: list[Output] = []
         for output in program.outputs:
             name = output.name
@@ -93,7 +94,7 @@ def merge(
             results += [part._replace(name=part.name._replace(name="losses")) for part in loss_parts]
         if any(len({part.name for part in parts}) < len(parts) for parts in parts_by_result.values()):
             raise ProgramError("results travel to several homes already; merge before communicate().")
-        # Gradients are added in a chain of ADDs; loss, counts and outputs are joined by one MERGE.
+        # 2) Add gradients in a chain of ADDs; join loss, counts and outputs by one MERGE.
         adder = _Adder(program, order)
         means = [name for name in parts_by_result if name.name not in ("grads", "input_grads")]
         has_aux = Value("aux") in parts_by_result
@@ -107,6 +108,7 @@ def merge(
             else:
                 value = adder.join_input_grads(values, count) if name.name == "input_grads" else name
             results.append(Output(name, value, parts[0].homes))
+        # 3) Put the new ops behind the others, without the sums that they replace.
         other_ops = (op for op in program.ops if op.kind != "ADD" or op.writes[0] not in adder.replaced_sums)
         merges += sequences
         ops = [*_with_weights_written(other_ops, merges), *adder.ops, *merges]

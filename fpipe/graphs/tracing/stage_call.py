@@ -99,8 +99,8 @@ def as_flat_function(
     model: Model, call: StageCall, spec_by_label: dict[str, Spec]
 ) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
     """Return the call as a function of leaves by label, which records its output containers in `spec_by_label`."""
-    # The parts of the returned function: `run_loss` or `run_stage` unflattens its inputs, calls the user's code under
-    # the guard of purity, and flattens the results.
+    # The returned function is `run_loss` or `run_stage`. Each unflattens its inputs, calls the user's code under the
+    # guard of purity, and flattens the results.
     input_specs = dict(call.specs)
 
     def unflatten_label(leaves_by_label: Mapping[str, list[Any]], label: str) -> Any:
@@ -123,6 +123,7 @@ def as_flat_function(
         stage = model.stages[call.stage]
         inputs = [unflatten_label(leaves_by_label, label) for label in leaves_by_label if is_input(label)]
         x = tuple(inputs) if isinstance(model.inputs[call.stage], tuple) else inputs[0]
+        # a. The stage of a net takes lists of tensors, in the order of its names.
         if isinstance(stage.forward, PositionalStage):
             slots = param_slots_of(model, stage.forward)
             params = [leaves_by_label[label][index] for label, index in slots]
@@ -136,6 +137,7 @@ def as_flat_function(
                     other_results["state"][buffer_places.index(index)] for index in range(len(buffer_places))
                 ]
             return collect_outputs(call.stage, y, other_results, marks)
+        # b. A stage function takes trees, and the keyword arguments that it asks for.
         untied_params = unflatten_label(leaves_by_label, "params")
         tied_params = {
             leaf.name: unflatten_label(leaves_by_label, label_at("params", leaf.bundle))

@@ -103,6 +103,7 @@ def run_stages(
     values: list[Any] = []
     stage_losses: list[Tensor] = []
     for number, stage in enumerate(model.stages):
+        # 1. Collect the stage's inputs: aliases of outputs, so that each reader's gradient arrives separately.
         sources = [
             graph.input_leaves.get((number, k), inputs)
             if source == "batch"
@@ -113,17 +114,20 @@ def run_stages(
         params, carry = graph.stage_params[number], graph.carries_in[number]
         seed = None if key is None else make_seeder(number, *coordinates)(key)
         options = {"state": states[number], "key": seed, "microbatch": coordinates[0], "carry": carry, "turn": turn}
+        # 2. Run the stage, and behind the last one the loss.
         with with_seed(seed, label_with_random_modules(model, number)):
             with pure(stage.forward, model.label_of(number), (x, params, carry)):
                 returned = call_stage(stage, params, x, options)
             y, extras = split_output(stage, returned)
             with pure(model.loss if number == last_stage else None, "the loss", (y, target)):
                 loss_parts = loss_of(model, y, target) if number == last_stage else None
+        # 3. Store what later stages, slices and microbatches read.
         values.append(outputs_of(model, number, y))
         graph.carries_out.append(extras.get("carry"))
         stage_losses += [extras["loss"]] if "loss" in extras else []
         if "state" in stage.keywords:
             states[number] = tree.tree_map(detach_leaf, extras["state"])
+        # 4. Report the values under the names that a program gives them.
         if observe is not None:
             for port, output in enumerate(values[-1]):
                 graph.values_by_cotangent[Value("dy", number, *coordinates, port)] = tree.leaves(output)

@@ -86,6 +86,7 @@ def reference(
     >>> result.loss.item(), result.grads[0]["w"].item()
     (22.5, 15.0)
     """
+    # 1. Check the arguments.
     refuse_extra_arguments(_extra, "reference(model, params, {})")
     for name, part_count in (("microbatches", microbatches), ("slices", slices)):
         check_whole_number(name, part_count)
@@ -94,10 +95,11 @@ def reference(
     check_all_state(model, state, "reference")
     refuse_unloaded(batch, params, state)
 
+    # 2. One step: loss and gradients of a batch.
     def accumulate(
         params_read: Sequence[Any], step_batch: Any, state: Any, key: int | None, scale: Tensor | None
     ) -> Result:
-        """Return loss and gradients of one batch, summed over its microbatches, in all replicas."""
+        """Return loss and gradients of a batch, summed over its microbatches, in all replicas."""
         is_presplit = isinstance(step_batch, list)
         step_batch, microbatch_rows = _cut(step_batch, microbatches, replica_count, model)
         if not input_grads:
@@ -121,6 +123,7 @@ def reference(
 
     if rule is None:
         return accumulate(params, batch, state, single_key(key), None)
+    # 3. Several steps, with an update behind each.
     update = update_settings(update_options(rule, clip, groups, settings))
     keys: list[Any] = [*key] if isinstance(key, Sequence) else [key] * steps
     if len(keys) != steps:

@@ -41,6 +41,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     Raises:
         ValueError: torch.export cannot export it; why, and in which line.
     """
+    # 1. Bind the example to the arguments of forward.
     _refuse_unexportable(net)
     refuse_sharded(tree.leaves(inputs), "the example")
     # torch.export gives one placeholder to arguments that are one object, as the ids and labels of an example may be.
@@ -50,7 +51,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     attributes = AttributeSnapshot([*net.named_modules()], with_containers=True)
     assigned: list[str] = []
     only_traceable = OnlyTraceable("the net", False)
-    # Outer contexts decide what the trace records and refuses; inner ones change the net for the time of the export.
+    # 2. Export. Outer contexts decide what the trace records and refuses; inner ones change the net for that time.
     try:
         with (
             torch.enable_grad(),
@@ -78,6 +79,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             _name_modules_of_slices(exported, net)
             if trace is not None:
                 trace.expand_calls(exported.graph_module)
+    # 3. Explain an error, and restore the module.
     except Exception as error:
         # torch.export reports an assigned attribute only at its end, where no frame of the user's code is left.
         leaks_attribute = isinstance(error, UserWarning) and assigned

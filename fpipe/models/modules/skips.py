@@ -131,11 +131,13 @@ def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], 
         previous: Source = stage - 1 if stage else "batch"
         popped: dict[str, Source] = {}
         for index, (path, child) in enumerate(children.items()):
+            # 1. Refuse a Stash or Pop inside of another module, where no boundary of stages can lie.
             for name, module in child.named_modules():
                 if name and isinstance(module, Stash | Pop):
                     raise ValueError(
                         f"{module} is inside {path!r} as {name!r}; make it a child of the Sequential itself."
                     )
+            # 2. Give a stashed value its source, if a boundary has it anyway.
             if isinstance(child, Stash):
                 if child.name in stage_by_stash:
                     raise ValueError(f"Stash({child.name!r}) stands twice; give each a name of its own.")
@@ -144,6 +146,7 @@ def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], 
                     source_by_name[child.name] = previous
                 elif all(isinstance(sibling, Stash) for sibling in modules[index:]):
                     source_by_name[child.name] = stage
+            # 3. Connect a popped value; from another stage it comes through a port.
             elif isinstance(child, Pop):
                 name = child.name
                 if name not in stage_by_stash:
@@ -155,7 +158,7 @@ def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], 
                     source_by_name[name] = home, len(stashed_by_stage[home])
                 if home != stage:
                     popped[name] = source_by_name[name]
-        # A name whose source is the previous stage's main output is the stage's first input already.
+        # 4. List the stage's inputs. The previous stage's main output is the first one already.
         received: dict[str, Source] = {name: source for name, source in popped.items() if source != previous}
         skips.append(Skips(tuple(received), tuple(name for name in popped if name not in received)))
         input_by_stage.append((previous, *received.values()) if received else previous)

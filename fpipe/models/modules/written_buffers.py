@@ -61,6 +61,7 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
         return {}
 
     while len(written_by_stage) < len(stages):
+        # 1. Run the stages that are left on fakes.
         leaves, structure = tree.flatten((example, example_outputs))
         avals_by_label = {
             "x": [_input_aval(x)._replace(wants_grad=False) if isinstance(x, Tensor) else x for x in leaves]
@@ -77,7 +78,8 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
                     f"stage {len(written_by_stage)} cannot run on tensors without data ({error}). Hand in an example "
                     "with data, or name its buffers by state=[name, ...]."
                 ) from error
-            # written_by_stage has an item for each stage that ran on fakes, so its length is the stage that failed.
+            # 2. Run the stages up to the one that failed on the example. Its number is the length of written_by_stage,
+            # which has an item for each stage that ran on fakes.
             written_names: list[str] = []
             for stage in stages[len(example_outputs) : len(written_by_stage) + 1]:
                 x = _stage_input(model, stage.number, example, example_outputs)

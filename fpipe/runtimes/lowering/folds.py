@@ -137,14 +137,15 @@ def _find_sums(
         return total_position < backward_position and ops[total_position].rank == ops[backward_position].rank == rank
 
     for position, op in enumerate(ops):
-        # In one process a sum that travels stays in the memory of its chain. Nothing is added to its copies.
+        # 1. In one process a sum that travels stays in the memory of its chain. Nothing is added to its copies.
         if op.kind in ("SEND", "RECV") and (op.reads[0] in chain_sums or op.reads[0] in transferred_sums):
             trees[op.writes[0]] = shapes.copies.as_received(op.writes[0], trees[op.reads[0]])
             transferred_sums.add(op.writes[0])
         if op.kind != "ADD" or len(op.reads) != 2:
             continue
         total, gradient = op.reads
-        # A chain begins with a gradient of traced code, which can copy it if it lies in memory of others.
+        # 2. Skip ADDs that may not write over their operand. A chain begins with a gradient of traced code, which can
+        # copy it if it lies in memory of others.
         begins_chain = total not in chain_sums
         if not is_read_once(total) or (begins_chain and not is_traced_gradient(total)):
             continue
@@ -157,6 +158,7 @@ def _find_sums(
             backward_leaves = (leaf for v in {*backward.reads, *backward.writes} for leaf in trees[v].leaves)
             uses.update(leaf.storage for leaf in backward_leaves if isinstance(leaf, Fact))
             copied[total], trees[total] = _owned_sum(trees[total], uses)
+        # 3. Add in place: in the backward that makes the gradient, or by the ADD itself.
         new_total = op.writes[0]
         chain_sums.add(new_total)
         trees[new_total] = trees[total]

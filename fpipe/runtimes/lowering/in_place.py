@@ -152,7 +152,7 @@ def make_update(
     op: Op, context: StepContext, trees: Trees, overwritten: Collection[int]
 ) -> Callable[..., Sequence[Leaves]]:
     """Return the function of an UPDATE, which overwrites the parameters with these indices, and their state."""
-    # What is the same in each step is computed here. `k` counts the parameters; `state_indices[k]` says where their
+    # 1. Compute what is the same in each step. `k` counts the parameters; `state_indices[k]` says where their
     # optimizer state lies among the leaves of the state, such as {"exp_avg": 4, "exp_avg_sq": 5}.
     param_tree, state_tree, grad_tree = (trees[value] for value in op.reads[:3])
     with_grad = tuple(k for k, grad in enumerate(grad_tree.leaves) if grad is not None)
@@ -169,6 +169,7 @@ def make_update(
         settings = rule.of([param_names[k] for k in trained])
         return partial(update_leaves, rule, settings, [k in overwritten for k in trained])
 
+    # 2. The instruction. It empties the lists, so that it alone holds the old tensors.
     def update(*lists: Leaves) -> Sequence[Leaves]:
         context.overwrites = context.overwrites or bool(overwritten)
         params, state, grads = ([*leaves] for leaves in lists[:3])
