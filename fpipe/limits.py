@@ -49,7 +49,7 @@ def read_text(stream: TextIO, name: str) -> str:
     """
     text = stream.read(LONGEST_TEXT + 1)
     if len(text) > LONGEST_TEXT:
-        raise ValueError(f"{name} has more than {LONGEST_TEXT} characters, which no program or table needs.")
+        raise ValueError(f"{name} has more than {LONGEST_TEXT} characters, which no program needs.")
     return text
 
 

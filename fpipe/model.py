@@ -305,7 +305,7 @@ def normalise_inputs(
     for stage, stage_input in enumerate(inputs):
         sources = stage_input if isinstance(stage_input, tuple) else (stage_input,)
         if not sources:
-            raise ValueError(f"stage {stage} takes nothing; its inputs are earlier stages or 'batch'.")
+            raise ValueError(f"stage {stage} takes nothing; inputs are earlier stages or 'batch'.")
         for source in sources:
             home, port = source if isinstance(source, tuple) and len(source) == 2 else (source, 0)  # pyright: ignore[reportUnnecessaryComparison]
             if home != "batch" and (

@@ -176,8 +176,8 @@ NORM, NORM_PARAMS, NORM_STATE = fpipe.from_sequential(NORMED, 2, loss=squares)
 NO_STATE = "reads state[1], the module state of stage 1 (1): hand it in as "
 STATES = {
     "none": (None, NO_STATE),
-    "a number": (3, "state has one entry for each of the 2 stages, found int."),
-    "too few": (NORM_STATE[:1], "state has one entry for each of the 2 stages, found 1."),
+    "a number": (3, "state has 2 entries, one a stage; found int."),
+    "too few": (NORM_STATE[:1], "state has 2 entries, one a stage; found 1."),
     "empty ones": (({}, {}), "state of stage 1 must have '1.running_mean', which is missing."),
     "of other stages": (NORM_STATE[::-1], "state of stage 1 must have '1.running_mean', which is missing."),
     "no dict": ((None, None), "state of stage 1 is a dict of its buffers, found NoneType."),
@@ -456,17 +456,17 @@ fpipe.communicate(again={"y": 1})(fpipe.place("linear")(fpipe.program(2)))
     ValueError: again= says f(op) for each name, such as lambda op: op.kind; found {'y': 1}.
 # Used to be an AttributeError, or a TypeError from Python.
 fpipe.plan([1, 2, 3], 2)
-    TypeError: costs is an fpipe.Costs, or a list of them; found
+    TypeError: costs is one or several fpipe.Costs; found
 fpipe.plan(fpipe.Costs(), 2, stages="3")
     ValueError: stages is a whole number, at least 1; found '3'.
 fpipe.plan([THREE], 2, stages=3)
-    TypeError: stages is a list with an entry for each model, found 3.
+    TypeError: stages has an entry for each model, found 3.
 fpipe.plan(THREE, 2, memory=3, limit=4)
     TypeError: memory lists the bytes of each stage, found 3.
 fpipe.plan(THREE, 2, memory=[1, 1, 1], limit="a")
     ValueError: limit is in bytes, at least 0; found 'a'.
 fpipe.balance(fpipe.Costs(), 2)
-    TypeError: costs is a list with a number for each layer, found Costs.
+    TypeError: costs lists a number for each layer, found Costs.
 fpipe.balance([1, 2], 2, parameters=["a", "b"])
     ValueError: the size of the parameters of layer 0 is a number, at least 0; found 'a'.
 fpipe.balance([1, 2], 2, parameters=[1, 2], scale="a")

@@ -289,7 +289,7 @@ fpipe.split(4, rows=3)
 fpipe.split(3, allow_fewer=True)
     ValueError: allow_fewer needs rows=, the number of rows of a batch.
 run(fpipe.split(size=3, rows=6), batch(7))
-    ValueError: 7 rows in microbatches of 3 are 3 microbatches, not 2.
+    ValueError: 7 rows in microbatches of 3 make 3, not 2.
 run(fpipe.split(3, (fpipe.Chunk(2), None)), (X, T))
     ValueError: inputs has no dim 2 to cut along: its shape is (6, 3). Say another Chunk.
 # The error used to suggest Replicate() alone, with which each microbatch reads the borders of the whole batch.
@@ -334,7 +334,7 @@ fpipe.split(3, rows=6, presplit=True)
 fpipe.split(3, mean)
     ValueError: a function in a program needs a name: fpipe.register_spec(name, mean).
 fpipe.register_spec("rows", fpipe.Chunk(1))
-    ValueError: only a function or a reducer needs a name, found Chunk(dim=1).
+    ValueError: only functions and reducers need a name, found Chunk(dim=1).
 fpipe.register_spec("longest", mean)
     ValueError: another spec is called 'longest' already; take another name.
 fpipe.split(2, (1, 2, 3))
@@ -357,7 +357,7 @@ run(fpipe.chain(fpipe.split(3), fpipe.merge(fpipe.Sum())), batch(7))
 fpipe.transforms.specs.spec_of("Chunk(9)")
     ValueError: 'Chunk(9)' is not a spec of Chunk(dim=0) and Replicate().
 fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.merge(losses=True))(fpipe.program(1))
-    ProgramError: the losses are merged already; say losses=True in the first merge().
+    ProgramError: losses are merged already; say losses=True in the first merge().
 run(lambda program: fpipe.Program.parse(str(fpipe.chain(fpipe.split(3), fpipe.merge(longest))(program))
 .replace("longest", "shortest")), (X, T))
     ValueError: no spec is called 'shortest'; add it by fpipe.register_spec.

@@ -147,7 +147,7 @@ fpipe.load("saved", ONE_STAGE, ({"w": torch.ones(3)},))
 fpipe.gather_state_dict(ONE_STAGE, ({},), file=Path("o.pt"))
     ValueError: file= is a .safetensors file, found 'o.pt'. For another format write the dict
 fpipe.gather_state_dict(fpipe.program(2), ({},))
-    ValueError: the program has 2 stages, one entry for each; found 1 entries.
+    ValueError: the program has 2 stages, one entry each; found 1 entries.
 fpipe.gather_state_dict(fpipe.program(2), ({}, None))
     ValueError: no rank has passed stage 1
 fpipe.gather_state_dict(ONE_STAGE, ({"w": 3},))

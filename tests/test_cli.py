@@ -224,7 +224,7 @@ MISTAKES = {
     "show gpipe --costs F=1,B=1": "'F=1,B=1' says F and B and nothing of the rest",
     "show gpipe --costs sender=lazy": "sender is free or busy, found 'lazy'.",
     "show gpipe --costs y=8GX": "an amount of bytes reads 40GiB or 512B, in B, KB, KiB,",
-    "show gpipe --cluster '4 rank; inside'": "a link has a latency (5us), a bandwidth (200GB/s) or both, at 'inside'",
+    "show gpipe --cluster '4 rank; inside'": "a link has latency (5us), bandwidth (200GB/s) or both, at 'inside'",
     "export hanayo -o waves": "an option reads waves=2, found 'waves'.",
     "bench table.csv": "schedules are taken by name here, found the file 'table.csv'.",
     "bench gpipe --file a.txt": "--file writes .svg, .png, .pdf, .html or .json, found 'a.txt'.",

@@ -155,7 +155,7 @@ simulate_on('4 ranks; inside 5us 6us')
 simulate_on('4 ranks; inside 5us 2Gb/s')
     ValueError: in B, KB, KiB, MB, MiB, GB, GiB, TB, TiB, at '2Gb/s' (character 21
 simulate_on('4 ranks; inside 5us shared')
-    ValueError: a shared link has a bandwidth, for which its transfers wait
+    ValueError: a shared link has a bandwidth that transfers wait for
 simulate_on('4 ranks; rank 4 speed 1')
     ValueError: ranks are 0..3, one (3) or several (0-3), at '4' (character 15
 simulate_on('4 ranks; rank 3 speed')
@@ -167,7 +167,7 @@ simulate_on('4 ranks; inside 1us; inside 2us')
 simulate_on('4 ranks; replicas 0 1us')
     ValueError: replicas are a number, at least 1, as in 'replicas 4 20us 25GB/s', at 'replicas 0 1us'
 simulate_on('4 ranks; replicas 2')
-    ValueError: a link has a latency (5us), a bandwidth (200GB/s) or both, at 'replicas 2'
+    ValueError: a link has latency (5us), bandwidth (200GB/s) or both, at 'replicas 2'
 simulate_on('4 ranks; replicas 2 1GB/s shared')
     ValueError: replicas have links of their own, which are not shared
 simulate_on('4 ranks; replicas 2 1GB/s')

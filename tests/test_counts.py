@@ -85,9 +85,9 @@ INVALID_COUNTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "True": (lambda y: True, EXPECTED + "bool."),
     "a vector of one": (
         lambda y: y.numel() * torch.ones(1),
-        EXPECTED + "shape (1,); say how many there are, for instance",
+        EXPECTED + "shape (1,); say how many there are, as by",
     ),
-    "a truth": (lambda y: (y > 0).any(), EXPECTED + "True or False; say how many there are, for instance by .sum()."),
+    "a truth": (lambda y: (y > 0).any(), EXPECTED + "True or False; say how many there are, as by .sum()."),
     "one for each": (lambda y: (y > 0).sum(1), EXPECTED + "shape ("),
     "what has a gradient": (lambda y: y.square().sum(), "has a gradient, which nobody would take: .detach() it."),
 }

@@ -114,7 +114,7 @@ step_of(lambda p, x: x, backward_input, backward_weight)
 step_of(forward, lambda p, res, dy: dy, backward_weight)
     ValueError: backward_input of a custom_stage returns (dx, wres)
 step_of(forward, backward_input, lambda p, wres: (wres[0], wres[1]))
-    ValueError: backward_weight of custom_stage forward returns a gradient in the containers of params
+    ValueError: backward_weight of custom_stage forward returns gradients in the containers of params
 step_of(*with_changed_weight(lambda g: g.expand(3, *g.shape)))
     ValueError: backward_weight of custom_stage forward returns float32[3, 4, 4] as the gradient of params['w'], which
     is float32[4, 4].

@@ -310,7 +310,7 @@ def test_impossible_exchanges_are_refused(four: Processes):
         text = "stage 1 (all_to_all over ep) brings as many rows as the data say on rank 0, and stage 2 (summed) on ra"
         assert text in far_reader
         assert "all_to_all over ep: the sizes add up to 5 rows, but dim 0 of a tensor of shape (6, 6)" in odd_sizes
-        assert "all_to_all over ep: a size is -1; sizes are whole numbers from 0." in negative_size
+        assert "all_to_all over ep: sizes are whole numbers from 0; found -1." in negative_size
         assert "takes equally many sizes for each process, 2 here; found shape (3,)." in uneven_sizes
         assert "ep 1: rank 1 differs from ep 0: rank 1 in its exchanges over ep: 1F0 (all_to_all over ep) of " in dtypes
         exchanged = "rows of float32[6] and {}[2]"

@@ -363,7 +363,7 @@ cut_fn(simple(lambda y, w, t: (y @ w - t).sum() / len(y)))
 cut_fn(lambda params, batch: (fpipe.boundary(batch[0] @ params['w']), batch[1].mean())[1])
     ValueError: the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.
 cut_fn(lambda params, batch: params['loss'])
-    ValueError: loss_fn computes nothing, so there is no stage
+    ValueError: loss_fn computes nothing: there is no stage
 cut_fn(lambda params, batch: fpipe.boundary(3))
     ValueError: boundary() marks a pytree of tensors
 cut_fn(loss_of_net(SCRIPTED))
@@ -403,7 +403,7 @@ fpipe.from_loss(rows_put_together, square(), (torch.ones(6, 4), torch.ones(0, 4)
 cut_fn(lambda params, batch: (fpipe.boundary(batch[0] @ params["w"] * batch[1].shape[0]) @ batch[1].t()).mean())
     ValueError: stage 0 reads a size of the target; read it off the inputs
 cut_fn(simple(lambda y, w, t: (setattr(y, "data", y.detach() * 2), (y - t).square().mean())[1]))
-    ValueError: loss_fn cannot be cut: it assigns the .data of a tensor, which no trace sees. Compute a new tensor
+    ValueError: loss_fn cannot be cut: it assigns a tensor's .data, which no trace sees. Compute a new tensor
     in its
 cut_fn(gradient_inside)
     Exception: a tensor of shape (rows, 4) is computed where no trace sees it, as by torch.autograd.grad, torch.

@@ -523,7 +523,7 @@ cut_net(Marked(4), cuts=["blocks.2"])
 cut_net(Net(4), None, cuts=["embed"], costs={"embed": 1.0})
     ValueError: costs= balances stages, and cuts= says where they end; leave
 cut_net(Net(4), None, cuts=3)
-    ValueError: cuts lists the paths of modules, as in ['encoder.layer.3']; found 3.
+    ValueError: cuts lists module paths, such as ['encoder.layer.3']; found 3.
 cut_net(Net(4), costs={"blocks.1": 1.0})
     ValueError: costs= says nothing of block 'blocks.0'; the blocks are blocks.0, blocks.1,
 cut_net(Net(3), costs=MEASURED)
@@ -537,7 +537,7 @@ cut_net(Net(4), example=({"y": torch.ones(4, 8)},) * 2)
 cut_net(Net(4), example=None)
     ValueError: example is a batch (inputs, target), its inputs a dict, a tuple or the one argument
 cut_net(Net(4), example=(torch.ones(4, WIDTH), None))
-    ValueError: the example has no target for loss=; hand in example=(inputs,
+    ValueError: the example has no target for loss=; say example=(inputs,
 cut_net(Net(4), loss=None)
     ValueError: without loss= the net computes the loss, and the target is not read. Hand in example=(inputs, None)
 cut_net(Net(4), loss=None, example=(torch.ones(4, WIDTH), None))

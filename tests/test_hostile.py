@@ -68,7 +68,7 @@ def test_a_hostile_spec_is_refused_in_a_sentence(text: str):
 OPTIONS = {
     "show one_f_one_b:ranks=9999999": "one_f_one_b has no option 'ranks'; it has: stages.",
     "show hanayo -o microbatches=3": "hanayo has no option 'microbatches'; it has: waves, stages.",
-    "check /dev/zero": "/dev/zero has more than 268435456 characters, which no program or table needs.",
+    "check /dev/zero": "/dev/zero has more than 268435456 characters, which no program needs.",
     "plan run -p 20000 -m 20000": "no schedule serves 20000 ranks and these microbatches.",
     "bench gpipe --model os:getpid": "--model returns (model, params, batch) or (model, params, batch, state), found",
     "bench gpipe --model json:loads": "--model is a function without arguments: missing a required argument: 's'.",

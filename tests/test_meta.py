@@ -347,7 +347,7 @@ load_changed(**{"head.bias": None})
 load_changed(extra=torch.zeros(1))
     ValueError: the state_dict has 'extra', which is no parameter or buffer of the net
 load_changed(**{"head.bias": torch.zeros(3)})
-    ValueError: 'head.bias' has shape [11] in the net, and [3] in the state_dict
+    ValueError: 'head.bias' has shape [11] in the net, [3] in the state_dict
 load_changed(**{"head.bias": torch.zeros(11).half()})
     ValueError: 'head.bias' is torch.float32 in the net, and torch.float16
 load_changed(**{"head.bias": torch.zeros(11, device="meta")})
@@ -436,7 +436,7 @@ def test_load_params_loads_the_state_of_a_net_on_meta(door: str):
     assert all(torch.equal(leaf, state_by_name[name]) for name, leaf in trained_net.norm.named_buffers())
     initial_state = join_ranks([fpipe.init_params(model, program, rank, state=state) for rank in range(2)])
     assert sorted(float(leaf.sum()) for leaf in fpipe.tree.leaves(initial_state)) == [0, 0, 8]
-    with pytest.raises(ValueError, match="state= is the module state of all 2 stages; found 1"):
+    with pytest.raises(ValueError, match="state= has an entry for each of 2 stages; found 1"):
         fpipe.load_params(model, program, state_dict, rank=0, state=state[:1])
 
 

@@ -81,7 +81,7 @@ from_functions([f], loss="mse")
 from_functions([f], reduction="avg")
     ValueError: reduction is 'mean', 'sum' or 'count', found 'avg'.
 model_with_tie((0, "e"))
-    ValueError: a tie is between leaves of at least two stages, found ((0, 'e'),).
+    ValueError: a tie joins leaves of several stages, found ((0, 'e'),).
 model_with_tie((0, "e"), (2, "e"))
     ValueError: names stage 2; the stages are 0 to 1.
 model_with_tie((0, "a"), (0, "b"), (1, "a"))

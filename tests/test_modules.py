@@ -241,7 +241,7 @@ cut(mlp(), stages=6)
 cut(mlp(), sizes=[5, 0])
     ValueError: sizes=[5, 0] sum to 5, the net has 5 children; a stage has at least one.
 cut(mlp(), stages=3, sizes=[2, 3])
-    ValueError: stages=3, but sizes=[2, 3] are 2 stages; say one of the two.
+    ValueError: stages=3, but sizes=[2, 3] are 2 stages; say one.
 cut(mlp(), stages=None)
     ValueError: say the number of stages, or sizes= with the number of children in each.
 assign_changed(lambda grads: grads[1].pop("2.bias"))
@@ -274,9 +274,7 @@ def test_split_params_takes_the_state_dict_of_a_net_with_buffers():
             ValueError, match=f"the whole has '{name}', which is not a parameter that trains, nor a buff"
         ):
             fpipe.split_params(model, {**net.state_dict(), name: net.state_dict()[name].clone()})
-    with pytest.raises(
-        ValueError, match=re.escape("the whole is a dict, as net.state_dict() is one; found Sequential.")
-    ):
+    with pytest.raises(ValueError, match=re.escape("the whole is a dict such as net.state_dict(); found Sequential.")):
         fpipe.split_params(model, net)
 
 

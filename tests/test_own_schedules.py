@@ -65,7 +65,7 @@ def test_a_key_is_told_time_rank_held_microbatches_and_sizes():
         ),
         (forwards_first, {"cap": [2, 0]}, "cap is 0 on rank 1, but one microbatch holds 1"),
         (forwards_first, {"cap": [2]}, "cap lists 1 numbers for 2 ranks"),
-        (forwards_first, {"cap": "2"}, "cap is a number, or one for each rank; found '2'"),
+        (forwards_first, {"cap": "2"}, "cap is a number, or one a rank; found '2'"),
         ("F first", {}, "key is a function key(op, now)"),
     ],
 )

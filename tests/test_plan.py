@@ -144,6 +144,6 @@ fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, 4], limit=3)
 fpipe.plan(fpipe.Costs(), 4, stages=2)
     ValueError: these layers make 3 groups at most, for 4 ranks; use fewer ranks.
 fpipe.plan([fpipe.Costs()] * 2, 1, stages=[2])
-    ValueError: stages and memory have an entry for each of 2 models.
+    ValueError: stages and memory have 2 entries, one a model.
 """,
 )

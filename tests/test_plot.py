@@ -457,7 +457,7 @@ fpipe.plot(GPIPE, file='a.json', style=fpipe.Style(labels='none'))
 fpipe.plot(GPIPE, style='plain')
     TypeError: style= is a fpipe.Style, such as fpipe.Style(memory=False); found 'plain'
 fpipe.plot(GPIPE, ax='here')
-    TypeError: ax= is an Axes of matplotlib's, as plt.subplots() makes them; found str
+    TypeError: ax= is a matplotlib Axes, as plt.subplots() makes; found str
 fpipe.plot(GPIPE, file='a.gif')
     ValueError: ends in .svg, .png, .pdf, .html, .json; found 'a.gif'
 fpipe.plot(GPIPE, file='none/a.svg')

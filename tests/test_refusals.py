@@ -114,7 +114,7 @@ def test_a_kind_without_a_meaning_is_refused(monkeypatch: pytest.MonkeyPatch):
     end = CHAIN_1.outputs[0]
     ends = (*CHAIN_1.outputs, end._replace(name=end.name._replace(name="aux"), value=zipped.writes[0]))
     program = Program(CHAIN_1.inputs, (*CHAIN_1.ops, zipped), ends)
-    message = "ZIP(zip[0,0]): kind ZIP has no meaning here; add it by fpipe.register_meaning."
+    message = "ZIP(zip[0,0]): kind ZIP has no meaning; add it by fpipe.register_meaning."
     with pytest.raises(ValueError, match=re.escape(message)):
         fpipe.build(program, fpipe.from_functions([linear], lambda y, target: y.sum()))((EYE,), BATCH)
 
@@ -190,15 +190,15 @@ schedules.from_generator(lambda rank, ranks, microbatches: [], 2, placement=[0, 
 schedules.from_priority(lambda op, now: 0, 3, placement=[0, 1])(CHAIN_2)
     ProgramError: the placement names 2 ranks, but from_priority got 3.
 schedules.register("my own", schedules.gpipe)
-    ValueError: a schedule's name is a word such as 'my_schedule', found 'my own'.
+    ValueError: a schedule's name is a word like 'my_schedule', found 'my own'.
 schedules.register("mine", 3)
     TypeError: a schedule is a function of ranks, found 3.
 fpipe.testing.check_schedule("gpipe", ranks=[2], microbatches=[2], serves=lambda ranks, microbatches: False)
-    ValueError: there is no size to try: say other ranks=, microbatches= or serves=.
+    ValueError: no size to try: say other ranks=, microbatches= or serves=.
 fpipe.testing.check_schedule(lambda ranks: schedules.from_table([["0F0", "0B0"]]), ranks=[2], microbatches=[2])
     BrokenLaw: <lambda> at ranks=2, microbatches=2, stages=2: it makes a program of these sizes. the table does not
 fpipe.from_functions(linear)
-    TypeError: from_functions takes a list of functions, one per stage; found function.
+    TypeError: from_functions takes a list of stage functions; found function.
 fpipe.Model((linear,), None, ("batch",))
     TypeError: a Model is made of fpipe.Stage, found function; see from_functions.
 fpipe.split_params(fpipe.from_loss(loss_fn, WHOLE_PARAMS, (torch.ones(2, 2), torch.ones(2, 2)))[0], [WHOLE_PARAMS])
@@ -210,7 +210,7 @@ fpipe.from_loss(lambda p, b: fpipe.boundary((b[0] @ p["w"] - b[1]).mean()), EYE,
 fpipe.chain(fpipe.split(2), fpipe.merge)
     TypeError: number 1 of the chain is merge itself, which makes a transform: say merge(...).
 fpipe.schedules.gpipe(HALVES)
-    TypeError: gpipe takes a number of ranks, found a Program: use gpipe(4)(program).
+    TypeError: gpipe takes a number of ranks, no Program: use gpipe(4)(program).
 fpipe.schedules.gpipe(rank=4)
     TypeError: gpipe() missing a required argument: 'ranks'; use gpipe(4).
 fpipe.schedules.from_table(ZERO_BUBBLE)(HALVES)
@@ -227,7 +227,7 @@ fpipe.bounds(fpipe.place("looped", ranks=2)(CHAIN_4), memory_cap=0.4)
 fpipe.bounds(fpipe.place("linear")(CHAIN_4), memory_cap=[1, 2])
     ValueError: memory_cap lists 2 caps for 4 ranks
 fpipe.balance([1, 2, 3], 2, parameters=[1])
-    ValueError: parameters lists 1 layers, costs 3; give one number a layer.
+    ValueError: parameters lists 1 layers, costs 3; give equally many.
 fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.data_parallel("a"), fpipe.data_parallel("b"))(CHAIN_2)
     ProgramError: data_parallel() and shard() have one axis each
 fpipe.update("SGD", clip=1.0, validate="after", loss_scale="dynamic")
@@ -255,7 +255,7 @@ fpipe.build(CHAIN_1, MODEL, runtime="threads", trace=False)
 fpipe.build(CHAIN_1, MODEL, runtime="processes")
     ValueError: there are 'local', 'threads' and 'distributed'
 fpipe.sizes(CHAIN_1, MODEL, (EYE,), BATCH, runtime="gpu")
-    ValueError: runtime 'gpu' is not known; there are 'local', 'threads' and 'distributed'
+    ValueError: runtime is 'local', 'threads' or 'distributed'; found 'gpu'
 fpipe.compare(["gpipe", "hanoyo:waves=2"], 4, 8)
     ValueError: there is no schedule 'hanoyo'; did you mean hanayo
 fpipe.compare(["gpipe", "hanayo:wave=2"], 4, 8)

@@ -129,7 +129,7 @@ UNTRACED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     # Its trace went on without the mode, and the one from before went on in it.
     "functions": (TwiceTanh, r"a TorchFunctionMode is on \(TwiceTanh\)"),
     "saved tensors": (lambda: saved_tensors_hooks(lambda x: x * 2, lambda x: x), "saved_tensors_hooks are on"),
-    "modules": (hooks, "there are hooks on all modules"),
+    "modules": (hooks, "hooks on all modules are called"),
 }
 
 

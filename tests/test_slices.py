@@ -270,7 +270,7 @@ run_step(split(1, slices=2), schedules.seq1f1b(2, slices=3))
 run_step(split(1, slices=2), schedules.gpipe(2))
     ProgramError: use seq1f1b
 run_step(split(2), schedules.from_table(PAIRS), slices(2))
-    ProgramError: slice it before it is paired
+    ProgramError: has pairs already; slice it before
 run_step(split(2, slices=2), batch=(torch.zeros(4, 6, 8), torch.zeros(4)))
     ValueError: target has no dim 1 to slice along: its shape is (2,). Say where its sequence
 run_step(split(2, slices=2), batch=({"a": torch.zeros(4, 6), "b": torch.zeros(4, 5)}, torch.zeros(4, 6)))

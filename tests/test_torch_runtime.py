@@ -239,7 +239,7 @@ step_with(5, torch.ones(4, WIDTH))
     ValueError: torch's runtime needs equal microbatches; found 5 rows for 2. Hand in a multiple
     of 2 rows, or use fpipe.build(runtime="distributed").
 step_with(4, {"t": torch.ones(4, WIDTH)})
-    ValueError: torch's runtime takes a target that is one tensor; found dict.
+    ValueError: torch's runtime takes one tensor as target; found dict.
 step_with(4, torch.ones(4, WIDTH), model_of(lambda p, x: {}, multiply))
     TypeError: stage 0 (<lambda>) returns one dict; torch's runtime passes on a tensor or a tuple of two or more.
 step_with(4, torch.ones(4, WIDTH), model_of(lambda p, x: (x, 3), multiply))

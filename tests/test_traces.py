@@ -386,7 +386,7 @@ def test_a_tensor_with_assigned_data_has_the_new_data(stage: Any):
     model = fpipe.from_functions([stage], loss=squares)
     params, (x, t) = ({"w": torch.randn(4, 4)},), torch.randn(2, 6, 4)
     step = fpipe.build(merged(model, 3), model)
-    with pytest.warns(UserWarning, match=r"it assigns the \.data of a tensor, which no trace sees"):
+    with pytest.warns(UserWarning, match=r"it assigns a tensor's \.data, which no trace sees"):
         step(params, (x, t))
     assert equal_bits(step(params, (x, t)), fpipe.reference(model, params, (x, t), microbatches=3))
 

@@ -315,7 +315,7 @@ fpipe.chain(fpipe.update("SGD"), fpipe.split(2))(fpipe.program(2))
 chain_after_split(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.update("SGD"))
     ProgramError: put fpipe.update() before fpipe.communicate
 fpipe.chain(fpipe.forward_only(), fpipe.update("SGD"))(fpipe.program(2))
-    ProgramError: no gradients to update by
+    ProgramError: this program has no gradients
 fpipe.update("LBFGS")
     ValueError: calls the loss again
 fpipe.update(torch.optim.SGD([torch.zeros(1)]))
@@ -327,7 +327,7 @@ fpipe.update(type("AdamW", (torch.optim.AdamW,), {"__module__": "mine"}))
 fpipe.update(lambda p, g, s, lr: (p, s))
     TypeError: found function. fpipe.register_update
 fpipe.update("Adm")
-    ValueError: 'Adm' is no rule of an optimizer; known: SGD, Adam,
+    ValueError: 'Adm' is no optimizer rule; known: SGD, Adam,
 fpipe.update("SGD", momentun=0.9)
     ValueError: SGD takes no momentun=; it takes lr, max
 fpipe.update("AdamW", groups={"*bias": {"weight_decayy": 0.1}})
@@ -351,11 +351,11 @@ step_once(lr=0.1)
 step_once("own")
     ValueError: lr: hand it in as step(..., lr=3e-4
 step_once("own", lr=float("nan"))
-    ValueError: lr is a finite number from 0, such as 3e-4; found nan
+    ValueError: lr is a finite number from 0; found nan
 step_once("own", lr=-0.1)
-    ValueError: lr is a finite number from 0, such as 3e-4; found -0.1
+    ValueError: lr is a finite number from 0; found -0.1
 step_once("own", lr=torch.tensor(torch.inf))
-    ValueError: lr is a finite number from 0, such as 3e-4; found inf
+    ValueError: lr is a finite number from 0; found inf
 step_once("own", lr="1")
     TypeError: lr is a number or a 0-d tensor
 step_once("own", lr={"weight_decay": 0.1})
@@ -377,7 +377,7 @@ step_once(({"w": {"step": torch.ones(()), "momentum_buffer": torch.ones(3)}},), 
 step_once(({"w": {"step": torch.ones(()), "momentum_buffer": torch.ones((), device="meta")}},), lr=0.1, momentum=0.9)
     ValueError: is on meta
 fpipe.build(fpipe.program(MODEL), MODEL)(PARAMS, BATCH, opt=())
-    ValueError: updates no parameters, and takes no opt=
+    ValueError: without fpipe.update() a program takes no opt=
 fpipe.build(fpipe.program(MODEL), MODEL, donate=True)
     ValueError: donate= needs a program with fpipe.update()
 fpipe.optimizer_state(fpipe.program(MODEL), PARAMS)

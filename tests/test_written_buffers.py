@@ -296,8 +296,8 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "in place later": (lambda y, total: y.relu_(), ""),
     "its numbers": (lambda y, total: y * float(total.sum()), "_local_scalar_dense"),
     "a question": (lambda y, total: y if total.sum() > 3 else y * 2, "_local_scalar_dense"),
-    "its data": (assign_view, "it assigns the .data of a tensor, which no trace sees"),
-    "its data, shared": (assign_detached, "it assigns the .data of a tensor, which no trace sees"),
+    "its data": (assign_view, "it assigns a tensor's .data, which no trace sees"),
+    "its data, shared": (assign_detached, "it assigns a tensor's .data, which no trace sees"),
 }
 
 

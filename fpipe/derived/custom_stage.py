@@ -146,7 +146,7 @@ def _checked_gradient(
     # Autograd itself would sum up a larger shape and cast another dtype in silence.
     leaves, actual_spec = tree.flatten(gradient)
     if actual_spec != spec:
-        raise ValueError(f"{rule} returns a gradient in the containers of {argument_name}, found {actual_spec}.")
+        raise ValueError(f"{rule} returns gradients in the containers of {argument_name}, found {actual_spec}.")
     for (path, leaf), aval in zip(tree.paths(gradient), avals, strict=True):
         if leaf is None or aval is None:
             continue

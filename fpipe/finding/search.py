@@ -178,7 +178,7 @@ def _program_to_order(program: Program | Model | int, microbatches: int | None) 
     if microbatches is not None:
         raise ValueError("a program is split already; leave microbatches= out.")
     if program.slices > 1:
-        raise ProgramError("search orders whole microbatches; for slices of a sequence use fpipe.schedules.seq1f1b.")
+        raise ProgramError("search orders whole microbatches; for sequence slices use fpipe.schedules.seq1f1b.")
     return program
 
 

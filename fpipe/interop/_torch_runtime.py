@@ -231,7 +231,7 @@ class ProgramRuntime(TableRuntime):
         """Run torch's step; the inputs of a tuple are arguments, and the inputs of a dict are keywords."""
         if any(stage.is_last for stage in self.stages) and not isinstance(target, Tensor):
             type_name = type(target).__name__
-            raise ValueError(f"torch's runtime takes a target that is one tensor; found {type_name}.")
+            raise ValueError(f"torch's runtime takes one tensor as target; found {type_name}.")
         for leaf in (*inputs, *keywords.values(), target):
             if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) % self.microbatches:
                 raise ValueError(

@@ -76,7 +76,7 @@ def read_table(table: Table, format: Format | None) -> list[list[Cell]]:
     if not any(rows):
         raise ProgramError("the table is empty; give each rank a line.")
     for line_number in (number for number, row in enumerate(rows, 1) if not row):
-        raise ProgramError(f"line {line_number} has no cells, and each rank has a line.")
+        raise ProgramError(f"line {line_number} has no cells; each rank has a line.")
     _refuse_repeats(rows)
     _refuse_gaps(rows)
     return rows

@@ -66,7 +66,7 @@ def from_json(text: str) -> Program:
     True
     >>> from_json('{"format": "fpipe.program"}')
     Traceback (most recent call last):
-    fpipe.ops.ProgramError: this JSON is not a program: something in it has no 'inputs'.
+    fpipe.ops.ProgramError: this JSON is no program: an entry has no 'inputs'.
     """
     if not isinstance(text, str | bytes | bytearray):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"from_json takes the text that to_json made, found {type(text).__name__}.")
@@ -85,9 +85,9 @@ def from_json(text: str) -> Program:
         lines += [f"{_equation(op)} @ {op['rank']}" for op in document["ops"]]
         lines += [f"{record['name']} = {record['value']} @ {_homes(record)}" for record in document["outputs"]]
     except KeyError as field:
-        raise ProgramError(f"this JSON is not a program: something in it has no {field}.") from None
+        raise ProgramError(f"this JSON is not a program: an entry lacks {field}.") from None
     except (TypeError, AttributeError) as error:
-        raise ProgramError(f"this JSON is not a program as to_json writes it: {error}.") from None
+        raise ProgramError(f"this is not JSON that to_json writes: {error}.") from None
     return Program.parse("\n".join(lines))
 
 

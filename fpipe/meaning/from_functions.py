@@ -51,7 +51,7 @@ def from_functions(
     (2, ('batch', 0))
     """
     if callable(fns) or not isinstance(fns, Sequence):
-        raise TypeError(f"from_functions takes a list of functions, one per stage; found {type(fns).__name__}.")
+        raise TypeError(f"from_functions takes a list of stage functions; found {type(fns).__name__}.")
     sources = normalise_inputs(inputs, len(fns))
     if not isinstance(aux_losses, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"aux_losses lists stages, as in [1]; found {type(aux_losses).__name__}.")
@@ -125,7 +125,7 @@ def _normalise_ties(
         group = tuple((stage, leaf) for stage, leaf in members)
         stages = [stage for stage, _ in group]
         if len(group) < 2:
-            raise ValueError(f"a tie is between leaves of at least two stages, found {group}.")
+            raise ValueError(f"a tie joins leaves of several stages, found {group}.")
         for member in group:
             if not 0 <= member[0] < stage_count:
                 raise ValueError(f"the tie {group} names stage {member[0]}; the stages are 0 to {stage_count - 1}.")

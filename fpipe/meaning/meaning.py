@@ -80,7 +80,7 @@ def check_and_measure_batch(program: Program, batch: Any) -> tuple[Any, tuple[in
             check_batch(pair)
             sizes.add(count_batch_rows(pair, spec))
         if len(sizes) > 1:
-            raise ValueError(f"the batches of all steps have equally many rows; found {sorted(sizes)}.")
+            raise ValueError(f"batches of all steps have equally many rows; found {sorted(sizes)}.")
         _refuse_inputs_that_require_grad(program, [pair[0] for pair in batches])
         return batch, (*sizes,)
     if "presplit" in settings:

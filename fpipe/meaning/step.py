@@ -200,7 +200,7 @@ def check_optim(program: Program, opt: Any, lr: Any, scale: Any) -> Optim:
     if op is None:
         for name, argument in (("opt", opt), ("lr", lr), ("scale", scale)):
             if argument is not None:
-                raise ValueError(f"this program updates no parameters, and takes no {name}=; fpipe.update() does.")
+                raise ValueError(f"without fpipe.update() a program takes no {name}=.")
         return None
     if opt is None:
         raise ValueError(MISSING.format("opt", "opt", "fpipe.optimizer_state(program, params)"))

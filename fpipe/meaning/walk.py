@@ -51,9 +51,7 @@ def walk(
     for op in program.ops:
         for part in op.parts or (op,):
             if part.kind not in RULES:
-                raise ValueError(
-                    f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
-                )
+                raise ValueError(f"{part.cell}: kind {part.kind} has no meaning; add it by fpipe.register_meaning.")
     # 1. Once: find the values that are dead after each op, so that a step holds no more than the program says.
     outputs = {end.value for end in program.outputs}
     values_freed_by_op: list[list[Value]] = [[] for _ in program.ops]

@@ -234,7 +234,7 @@ class MeasuredModel:
         leaves = (leaf for leaf in tree.leaves(self.batch) if isinstance(leaf, torch.Tensor) and leaf.ndim)
         first_leaf = next(leaves, None)
         if first_leaf is None:
-            raise ValueError("the batch has no tensor with rows to split into microbatches.")
+            raise ValueError("the batch has no tensor with rows to split.")
         return first_leaf.shape[0]
 
     def costs(

@@ -127,7 +127,7 @@ def sizes(
     262144
     """
     if runtime not in ("local", "threads", "distributed"):
-        raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
+        raise ValueError(f"runtime is 'local', 'threads' or 'distributed'; found {runtime!r}.")
     check_match(program, model)
     # 1. Lower the program as a step would, which tells the storages of every value.
     try:

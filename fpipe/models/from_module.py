@@ -189,7 +189,7 @@ def _checked(net: Any, stages: Any, cuts: Any, costs: Any) -> nn.Module | Export
         raise ValueError("say how many stages, or cuts=[...] with the modules after which they end.")
     listed = isinstance(cuts, Sequence) and not isinstance(cuts, str)
     if cuts is not None and not (listed and all(isinstance(path, str) for path in cuts)):
-        raise ValueError(f"cuts lists the paths of modules, as in ['encoder.layer.3']; found {cuts!r}.")
+        raise ValueError(f"cuts lists module paths, such as ['encoder.layer.3']; found {cuts!r}.")
     if costs is not None and not isinstance(costs, Mapping | Costs):
         description = type(costs).__name__
         raise ValueError(f"costs has a number for each block by its path, or is fpipe.Costs; found {description}.")
@@ -209,7 +209,7 @@ def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
     inputs, target = example  # pyright: ignore[reportUnknownVariableType]
     check_batch((inputs, target))
     if loss is not None and target is None:
-        raise ValueError("the example has no target for loss=; hand in example=(inputs, target).")
+        raise ValueError("the example has no target for loss=; say example=(inputs, target).")
     if loss is None and target is not None:
         raise ValueError(
             "without loss= the net computes the loss, and the target is not read. Hand in example=(inputs, None), "

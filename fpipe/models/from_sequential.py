@@ -194,7 +194,7 @@ def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) 
             expected = "sizes lists whole numbers, the children of each stage, as in [2, 1]"
             raise ValueError(f"{expected}; found {sizes!r}.") from None
         if stages not in (None, len(sizes)):
-            raise ValueError(f"stages={stages}, but sizes={list(sizes)} are {len(sizes)} stages; say one of the two.")
+            raise ValueError(f"stages={stages}, but sizes={list(sizes)} are {len(sizes)} stages; say one.")
         if min(sizes, default=0) < 1 or sum(sizes) != len(net):
             raise ValueError(
                 f"sizes={list(sizes)} sum to {sum(sizes)}, the net has {len(net)} children; a stage has at least one."

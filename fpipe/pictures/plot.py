@@ -92,7 +92,7 @@ def plot(
     """
     # 1. Check the options.
     if width is not None and (not isinstance(width, int) or width < 40):
-        raise ValueError(f"width= is in characters or pixels, at least 40; found {width!r}.")
+        raise ValueError(f"width= is characters or pixels, at least 40; found {width!r}.")
     if file is not None and not isinstance(file, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"file= is a name, such as 'picture.svg', found {file!r}.")
     if not isinstance(style, Style):

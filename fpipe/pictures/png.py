@@ -49,7 +49,7 @@ def draw_onto(panels: Sequence[Panel], style: Style, axes: Any) -> None:
     If axes are lower than the texts need, rows are as low as texts allow, and then texts are smaller.
     """
     if not callable(getattr(axes, "get_window_extent", None)) or not hasattr(axes, "transData"):
-        raise TypeError(f"ax= is an Axes of matplotlib's, as plt.subplots() makes them; found {type(axes).__name__}.")
+        raise TypeError(f"ax= is a matplotlib Axes, as plt.subplots() makes; found {type(axes).__name__}.")
     box, dots = axes.get_window_extent(), axes.figure.dpi
     drawing = lay_out(panels, box.width / dots / PIXEL, style)
     # First a width in mm makes rows as low as on paper, then fonts shrink. Each changes what fits, hence the rounds.

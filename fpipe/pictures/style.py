@@ -144,7 +144,7 @@ class Style:
                 kind_of(kind)
                 _checked_colour(colour, kind)
         elif not callable(self.colours):
-            raise ValueError(f"colours= is {{kind: colour}} or a function of an Op; found {self.colours!r}.")
+            raise ValueError(f"colours= is {{kind: colour}} or f(op); found {self.colours!r}.")
         names = self.ranks
         if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
             raise ValueError(f"ranks= lists a name for each rank; found {names!r}.")

@@ -112,17 +112,17 @@ def plan(
         isinstance(costs_argument, Collection)
         and all(isinstance(model, Costs) for model in cast("Collection[object]", costs_argument))
     ):
-        raise TypeError(f"costs is an fpipe.Costs, or a list of them; found {type(costs_argument).__name__}.")
+        raise TypeError(f"costs is one or several fpipe.Costs; found {type(costs_argument).__name__}.")
     has_several_models = not isinstance(costs, Costs)
     for name, values in (("stages", stages), ("memory", memory)):
         if has_several_models and values is not None and not isinstance(values, Collection):
-            raise TypeError(f"{name} is a list with an entry for each model, found {values!r}.")
+            raise TypeError(f"{name} has an entry for each model, found {values!r}.")
     # 2. One of each for each model. Only the last model can run forward and backward together: its loss is at its end.
     models = list(costs) if has_several_models else [costs]
     counts = list(stages) if has_several_models and stages is not None else [stages] * len(models)
     sizes = list(memory) if has_several_models and memory is not None else [memory] * len(models)
     if not len(models) == len(counts) == len(sizes) or not models:
-        raise ValueError(f"stages and memory have an entry for each of {len(models)} models.")
+        raise ValueError(f"stages and memory have {len(models)} entries, one a model.")
     earlier_runs: list[RunMode] = ["train"] if run == "fused" else [run]
     runs: list[RunMode] = [*earlier_runs * (len(models) - 1), run]
     # 3. Group, exactly: in integers.

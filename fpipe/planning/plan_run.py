@@ -88,7 +88,7 @@ def plan_run(
         workload = require_model(workload, "example= goes with a Model;")
     if isinstance(workload, Model):
         if example is None or len(example) not in (2, 3) or rows is not None or stages is not None:
-            raise ValueError("a model needs example=(params, batch), and takes no rows= or stages=.")
+            raise ValueError("a model needs example=(params, batch), without rows= or stages=.")
         # Imported here since it needs torch, which a plan from given costs does without.
         from fpipe.measuring.profile import MeasuredModel
 

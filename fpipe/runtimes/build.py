@@ -124,7 +124,7 @@ def build(
     (22.5, 15.0)
     """
     if runtime not in ("local", "threads", "distributed"):
-        raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
+        raise ValueError(f"runtime is 'local', 'threads' or 'distributed'; found {runtime!r}.")
     is_timeout_valid = timeout is None or (isinstance(timeout, int | float) and timeout > 0)  # pyright: ignore[reportUnnecessaryIsInstance]
 
     model = in_current_mode(model)

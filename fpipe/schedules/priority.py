@@ -102,10 +102,10 @@ def checked_caps(cap: object, ranks: int) -> list[float]:
         return [math.inf] * ranks
     caps: list[Any] = list(cap) if isinstance(cap, Sequence) and not isinstance(cap, str) else [cap] * ranks  # pyright: ignore[reportUnknownArgumentType]
     if len(caps) != ranks:
-        raise ValueError(f"cap lists {len(caps)} numbers for {ranks} ranks; give one for each rank.")
+        raise ValueError(f"cap lists {len(caps)} numbers for {ranks} ranks; give one each.")
     for limit in caps:
         if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit):
-            raise ValueError(f"cap is a number, or one for each rank; found {limit!r}.")
+            raise ValueError(f"cap is a number, or one a rank; found {limit!r}.")
     return caps
 
 

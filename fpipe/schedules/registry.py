@@ -97,7 +97,7 @@ def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: i
     >>> _ = SCHEDULE_BY_NAME.pop("as_it_comes")
     """
     if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"a schedule's name is a word such as 'my_schedule', found {name!r}.")
+        raise ValueError(f"a schedule's name is a word like 'my_schedule', found {name!r}.")
     if not callable(factory):
         raise TypeError(f"a schedule is a function of ranks, found {factory!r}.")
     if next(iter(inspect.signature(factory).parameters), "") == "program":  # as each transform of this library has it
@@ -137,7 +137,7 @@ def published(
             except TypeError as error:
                 raise TypeError(f"{name}() {error}; use {name}(4).") from None
             if isinstance(ranks, Program):
-                raise TypeError(f"{name} takes a number of ranks, found a Program: use {name}(4)(program).")
+                raise TypeError(f"{name} takes a number of ranks, no Program: use {name}(4)(program).")
             ranks = check_whole_number("ranks", ranks)
             transform = factory(*args, **options)
 

@@ -120,7 +120,7 @@ def check_schedule(
     elif registered is not None:
         sizes = [size for size in sizes if registered.refuses(size.ranks, size.stages, size.microbatches) is None]
     if not sizes:
-        raise ValueError("there is no size to try: say other ranks=, microbatches= or serves=.")
+        raise ValueError("no size to try: say other ranks=, microbatches= or serves=.")
     laws = _Laws(name, factory)
     # In ascending order, so that the first broken law is shown at the smallest size.
     for size in sorted(sizes):

@@ -28,7 +28,7 @@ def numbers_of_links(name: str, unit: str, field: Any) -> Iterable[Any]:
             forms = f"a number, or a table {{(from, to): {unit}}} with the numbers of two ranks"
             raise ValueError(f"{name} is {forms}; found the key {link!r}.")
         if min(cast("tuple[int, int]", link)) < 0:
-            raise ValueError(f"{name} has a link {link!r}; ranks are numbers from 0 on.")
+            raise ValueError(f"{name} has a link {link!r}; ranks are numbers from 0.")
     return table.values()
 
 
@@ -40,7 +40,7 @@ def checked_seconds(name: str, cost: object) -> float:
 def checked_rate(name: str, rate: object) -> float:
     """Check a rate in bytes a second: its inverse must be a number too, since it divides."""
     if rate == 0:
-        raise ValueError(f"{name} is in bytes a second, more than 0; found {rate!r}.")
+        raise ValueError(f"{name} is in bytes a second, above 0; found {rate!r}.")
     bytes_per_second = _checked_number(f"{name} is in bytes a second, more than 0", rate)
     if bytes_per_second * LARGEST_NUMBER < 1:
         raise ValueError(f"{name} is in bytes a second, at least {1 / LARGEST_NUMBER:.1g}; found {rate!r}.")

@@ -38,13 +38,13 @@ def balance(
     """
     for name, numbers in (("costs", costs), ("parameters", [] if parameters is None else parameters)):
         if not isinstance(numbers, Collection) or isinstance(numbers, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{name} is a list with a number for each layer, found {type(numbers).__name__}.")
+            raise TypeError(f"{name} lists a number for each layer, found {type(numbers).__name__}.")
     if type(parts) is not int or not 1 <= parts <= len(costs):
         raise ValueError(f"{len(costs)} layers make 1 to {len(costs)} parts, found parts={parts!r}.")
     _check_numbers("cost", costs)
     if parameters is not None:
         if len(parameters) != len(costs):
-            raise ValueError(f"parameters lists {len(parameters)} layers, costs {len(costs)}; give one number a layer.")
+            raise ValueError(f"parameters lists {len(parameters)} layers, costs {len(costs)}; give equally many.")
         _check_numbers("size of the parameters", parameters)
         if not isinstance(scale, int | float) or not isfinite(scale) or scale < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"scale is in bytes for a byte of parameters, at least 0; found {scale!r}.")

@@ -174,9 +174,9 @@ def _parse_link(clause: re.Match[str], tokens: list[re.Match[str]]) -> Link:
             raise _parse_error("a bandwidth is more than 0", token)
         value_by_field[field_name] = value
     if not value_by_field:
-        raise _parse_error("a link has a latency (5us), a bandwidth (200GB/s) or both", clause)
+        raise _parse_error("a link has latency (5us), bandwidth (200GB/s) or both", clause)
     if value_by_field.get("shared") and "bandwidth" not in value_by_field:
-        raise _parse_error("a shared link has a bandwidth, for which its transfers wait", clause)
+        raise _parse_error("a shared link has a bandwidth that transfers wait for", clause)
     return Link(**value_by_field)  # pyright: ignore[reportArgumentType]
 
 

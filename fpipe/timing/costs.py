@@ -167,7 +167,7 @@ class Costs:
             for rate in rates:
                 checked_rate(field_name, rate)
             if getattr(self, field_name) is not None and self.bytes is None:
-                raise ValueError(f"a {field_name} needs bytes of values: say bytes=, such as fpipe.sizes(...).")
+                raise ValueError(f"a {field_name} needs bytes of values: say bytes=fpipe.sizes(...).")
         # 2. The cluster, which says alone how long transfers take.
         cluster_text: object = self.cluster
         if isinstance(cluster_text, str):
@@ -176,7 +176,7 @@ class Costs:
             if not isinstance(self.cluster, Cluster):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"a cluster is an fpipe.Cluster or its text, found {self.cluster!r}.")
             if self.transfer != 0 or self.bandwidth is not None:
-                raise ValueError("a cluster has links of its own: leave out transfer= and bandwidth=.")
+                raise ValueError("a cluster has links: leave out transfer= and bandwidth=.")
             if self.cluster.has_bandwidth and self.bytes is None:
                 raise ValueError("a cluster's bandwidths need bytes of values: say Costs(bytes=...).")
         # 3. Words.

@@ -205,7 +205,7 @@ class SaveReader(FileSystemReader):
                 damaged = f"{path} is damaged, or of another save than {self.folder / '.metadata'}: {_reason(error)}"
                 raise ValueError(damaged if path.exists() else missing) from error
             if not has_save_id:
-                raise ValueError(f"{path} is of another save than {self.folder / '.metadata'}; load one of them whole")
+                raise ValueError(f"{path} is of another save than {self.folder / '.metadata'}; load one whole")
         return future
 
     def _check_sums(self, path: Path, indices: Iterable[Any]) -> None:

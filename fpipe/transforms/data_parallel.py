@@ -52,9 +52,9 @@ def data_parallel(axis: str = "dp") -> Transform:
     grads[0] = all[0] @ 0
     """
     if not isinstance(axis, str) or not re.fullmatch(r"\w+", axis):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"an axis is a mesh dimension's name, such as 'dp'; found {axis!r}.")
+        raise ValueError(f"axis names a mesh dimension, such as 'dp'; found {axis!r}.")
     if axis == "pp":
-        raise ValueError("mesh dimension 'pp' has the program's ranks; name another for replicas.")
+        raise ValueError("mesh dimension 'pp' has the program's ranks; name another.")
 
     @as_transform
     def transform(program: Program) -> Program:

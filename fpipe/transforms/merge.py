@@ -85,7 +85,7 @@ def merge(
         if "outputs" in streams and program.slices > 1:
             results, sequences = _join_slices(program, results)
         if losses and not parts_by_result and not any(output.name.name == "losses" for output in results):
-            raise ProgramError("the losses are merged already; say losses=True in the first merge().")
+            raise ProgramError("losses are merged already; say losses=True in the first merge().")
         # A merged loss means that merge() was called before, and whatever is still per microbatch stays so.
         if Value("loss") not in parts_by_result:
             results += [part for name in ("outputs", "aux") for part in parts_by_result.pop(Value(name), [])]

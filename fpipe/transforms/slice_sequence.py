@@ -78,7 +78,7 @@ def _refuse(program: Program) -> None:
     if "SPLIT" not in kinds:
         raise ProgramError("put fpipe.split(), at least split(1), before slices.")
     if "PAIR" in kinds:
-        raise ProgramError("this program has pairs already; slice it before it is paired.")
+        raise ProgramError("this program has pairs already; slice it before.")
     refuse_transfers(program, "slice_sequence")
     if any(output.name.microbatch is None and output.name.name != "state" for output in program.outputs):
         raise ProgramError(

@@ -92,7 +92,7 @@ def register_spec(name: str, spec: Any) -> Any:
     loss outputs = MERGE[0] loss[0,0] loss[0,1] w[0,0] w[0,1] y[0,0] y[0,1] {spec="Named('first')"} @ 0
     """
     if not _is_function(spec):
-        raise ValueError(f"only a function or a reducer needs a name, found {spec!r}.")
+        raise ValueError(f"only functions and reducers need a name, found {spec!r}.")
     if _REGISTERED.setdefault(name, spec) is not spec:
         raise ValueError(f"another spec is called {name!r} already; take another name.")
     return spec

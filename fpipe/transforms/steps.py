@@ -55,7 +55,7 @@ def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:
     """
     check_whole_number("steps", count)
     if stale != "stash" and (type(stale) is not int or stale < 0):
-        raise ValueError(f"stale is a number of steps from 0, or 'stash'; found {stale!r}.")
+        raise ValueError(f"stale is a number from 0, or 'stash'; found {stale!r}.")
 
     @as_transform
     def transform(program: Program) -> Program:

@@ -232,11 +232,11 @@ def _refuse_unsuitable(program: Program, gradients: Sequence[Output]) -> None:
     refuse_updated(program)
     refuse_transfers(program, "update")
     if not gradients:
-        raise ProgramError("this program has no gradients to update by; fpipe.program(model) has them.")
+        raise ProgramError("this program has no gradients; fpipe.program(model) has them.")
     if any(output.name.microbatch is not None for output in gradients):
         raise ProgramError("gradients are those of single microbatches: put fpipe.merge() before fpipe.update().")
     if any(program.ops[program.writer[output.value]].writes[0].name == "rows" for output in gradients):
-        raise ProgramError("update() needs summed gradients, not those of single rows; leave it out.")
+        raise ProgramError("update() needs summed gradients, not those of rows.")
 
 
 def update_options(

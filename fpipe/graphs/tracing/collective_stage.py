@@ -108,7 +108,7 @@ class CollectiveStage:
                 f"{tuple(sizes_sent.shape)}."
             )
         if (smallest_size := int(sizes_sent.min()) if sizes_sent.numel() else 0) < 0:
-            raise ValueError(f"{self.__name__}: a size is {smallest_size}; sizes are whole numbers from 0.")
+            raise ValueError(f"{self.__name__}: sizes are whole numbers from 0; found {smallest_size}.")
         row_total = int(sizes_sent.sum())
         for tensor in (tensor for tensor in rows if not tensor.ndim or len(tensor) != row_total):
             raise ValueError(

@@ -80,7 +80,7 @@ def refuse_data_assignment() -> AbstractContextManager[None]:
 
 
 def _raise_data_assignment() -> None:
-    raise Untraceable("it assigns the .data of a tensor, which no trace sees")
+    raise Untraceable("it assigns a tensor's .data, which no trace sees")
 
 
 @cache

@@ -53,7 +53,7 @@ def functionalize(traced: Any, fakes: Sequence[Tensor]) -> Any:
     rewritten = trace_on_fakes(as_functional(traced), fakes)
     mutating_calls = [node for node in rewritten.graph.nodes if node.op == "call_function" and mutated_nodes(node)]
     if mutating_calls:
-        raise Untraceable(f"an op in it that changes its input cannot be rewritten ({mutating_calls[0].target})")
+        raise Untraceable(f"an op that changes its input cannot be rewritten ({mutating_calls[0].target})")
     drop_copies(rewritten.graph)
     return rewritten
 

@@ -107,7 +107,7 @@ def _as_step_numbers(numbers: Any, update: UpdateSettings) -> Any:
     misfit = next((name for name in numbers if allowed is not None and name not in allowed), None)  # pyright: ignore[reportUnknownVariableType]
     if misfit in dict(update.settings):
         raise ValueError(
-            f"{misfit} is said twice: {numbers[misfit]} by lr={{..}}, and {dict(update.settings)[misfit]} beside it."
+            f"{misfit} is said twice: {numbers[misfit]} by lr={{..}}, {dict(update.settings)[misfit]} beside it."
         )
     if misfit is not None or "lr" not in numbers:
         takes = ", ".join(["lr", *(open_settings or ())])
@@ -129,7 +129,7 @@ def _as_step_number(lr: Any, name: str = "lr") -> torch.Tensor:
         raise TypeError(f"{name} is a number or a 0-d tensor; found {type(lr).__name__}.")
     rate = float(lr)
     if not 0 <= rate < math.inf:
-        raise ValueError(f"{name} is a finite number from 0, such as 3e-4; found {rate}.")
+        raise ValueError(f"{name} is a finite number from 0; found {rate}.")
     return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 

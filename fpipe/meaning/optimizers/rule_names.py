@@ -37,12 +37,12 @@ def check_rule(name: str) -> None:
     >>> check_rule("AdamW")
     >>> check_rule("AdamV")
     Traceback (most recent call last):
-    ValueError: 'AdamV' is no rule of an optimizer; known: SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, \
+    ValueError: 'AdamV' is no optimizer rule; known: SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, \
 RMSprop, Rprop, ASGD, Muon. fpipe.register_update adds one.
     """
     if name not in TORCH_RULES and name not in RULES:
         rules = ", ".join([*TORCH_RULES, *RULES])
-        raise ValueError(f"{name!r} is no rule of an optimizer; known: {rules}. fpipe.register_update adds one.")
+        raise ValueError(f"{name!r} is no optimizer rule; known: {rules}. fpipe.register_update adds one.")
 
 
 def check_settings(name: str, settings: Iterable[str]) -> None:

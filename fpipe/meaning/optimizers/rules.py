@@ -238,7 +238,7 @@ def _make_optimizer(rule: str, settings: RuleSettings, params: list[Tensor], lr:
     cls = class_of(rule)
     if cls is None:
         check_rule(rule)
-        raise ValueError(f"this torch has no {rule}: take another rule, or a newer torch.")
+        raise ValueError(f"this torch has no {rule}: take another rule or torch.")
     try:
         return cls(params, **without_foreach(rule, with_numbers(settings, {"lr": lr})))
     except (ValueError, RuntimeError, TypeError) as error:

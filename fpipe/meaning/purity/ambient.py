@@ -39,7 +39,7 @@ def ambient_key() -> tuple[Any, ...]:
     if torch.is_anomaly_enabled():
         raise Untraceable("detect_anomaly is on, which looks at what autograd computes")
     if torchs.has_hooks_on_all_modules():
-        raise Untraceable("there are hooks on all modules, which are called as Python runs")
+        raise Untraceable("hooks on all modules are called as Python runs")
     for mode in torchs.function_modes():
         raise Untraceable(f"a TorchFunctionMode is on ({type(mode).__name__}), which sees only torch's functions")
     flags = torch.backends.mha.get_fastpath_enabled(), torchs.einsum_is_optimised()

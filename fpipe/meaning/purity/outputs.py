@@ -144,10 +144,10 @@ def _check_count(count: Any) -> None:
             raise TypeError(f"{expected}{_type_name(count)}.")
     elif count.ndim:
         raise ValueError(
-            f"{expected}shape {with_rows_named(tuple(count.shape))}; say how many there are, for instance by .sum()."
+            f"{expected}shape {with_rows_named(tuple(count.shape))}; say how many there are, as by .sum()."
         )
     elif count.dtype == torch.bool:
-        raise ValueError(f"{expected}True or False; say how many there are, for instance by .sum().")
+        raise ValueError(f"{expected}True or False; say how many there are, as by .sum().")
     elif count.requires_grad:
         raise ValueError("the count of (total, count) has a gradient, which nobody would take: .detach() it.")
 

@@ -88,7 +88,7 @@ def cut(
     rows = count_batch_rows(tree, spec, label=label) if total is None else total
     if size is not None:
         if -(-rows // size) != count:
-            raise ValueError(f"{rows} rows in microbatches of {size} are {-(-rows // size)} microbatches, not {count}.")
+            raise ValueError(f"{rows} rows in microbatches of {size} make {-(-rows // size)}, not {count}.")
         start, length = index * size, min(size, rows - index * size)
     else:
         if rows < count:
@@ -233,7 +233,7 @@ def join(
     {'y': tensor([0., 0., 1.]), 'aux': tensor(2.)}
     """
     if not parts:
-        raise ValueError("there is nothing to join: the list of parts is empty.")
+        raise ValueError("nothing to join: the list of parts is empty.")
     shares = [1 / len(parts)] * len(parts) if weights is None else [weight / sum(weights) for weight in weights]
     # A short cut without containers, for the outputs of most models.
     if all(isinstance(part, Tensor) for part in parts):

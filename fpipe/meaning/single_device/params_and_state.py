@@ -109,7 +109,7 @@ def check_state(
         return
     if not isinstance(state, (tuple, list)) or len(state) != len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
         description = len(state) if isinstance(state, (tuple, list)) else type(state).__name__  # pyright: ignore[reportUnknownArgumentType]
-        raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {description}.")
+        raise ValueError(f"state has {len(model.stages)} entries, one a stage; found {description}.")
     for number in sorted(readers):
         stage_state: Any = state[number]
         stage = model.stages[number].forward

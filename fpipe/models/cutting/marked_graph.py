@@ -113,7 +113,7 @@ def _stage_by_node(graph: fx.Graph, value_by_mark_output: dict[fx.Node, fx.Node]
         elif node.op == "call_function" and node not in value_by_mark_output and not switches_context(node):
             stage_of[node] = stage
     if not stage_of:
-        raise ValueError(f"{label} computes nothing, so there is no stage to cut it into.")
+        raise ValueError(f"{label} computes nothing: there is no stage to cut.")
     if stage not in stage_of.values():
         last_mark = graph.find_nodes(op="call_function", target=MARK)[-1]
         raise ValueError(f"boundary {stage} has nothing to compute behind it; leave it out.{location_of(last_mark)}")

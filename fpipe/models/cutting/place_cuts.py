@@ -124,7 +124,7 @@ def place_cuts(
         count = len(ends) + len(mark_positions) + 1
         if stages not in (None, count):
             mark_sources = "the boundaries in forward" if cuts is None else "cuts= and the boundaries in forward"
-            raise ValueError(f"stages={stages}, but {mark_sources} make {count} stages; leave one of the two out.")
+            raise ValueError(f"stages={stages}, but {mark_sources} make {count} stages; leave one out.")
     else:
         ends = _balanced(nodes, params, root, stages or 1, costs)
     ends.sort(key=lambda call: call.end)

@@ -61,7 +61,7 @@ class Pop(_NamedSkip):
             raise TypeError(f"the join of Pop({name!r}) is a function; put the module {type(join).__name__} behind it.")
         join_argument: object = join
         if join_argument is not None and not callable(join_argument):
-            raise TypeError(f"the join of Pop({name!r}) is a function f(x, value), found {join_argument!r}.")
+            raise TypeError(f"the join of Pop({name!r}) is f(x, value), found {join_argument!r}.")
         self.join = join
 
 

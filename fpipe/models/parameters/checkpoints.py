@@ -111,7 +111,7 @@ def save(
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
-        raise ValueError(f"save writes a folder, and {existing} is a file; name another.")
+        raise ValueError(f"save writes a folder; {existing} is a file; name another.")
     tensors, *_ = _tensors_and_names(program, {"params": params, "opt": opt, "state": state}, mesh)
     tensors |= {f"numbers/{key}": _as_tensor(key, number) for key, number in numbers.items()}
     # A failure of the save before is raised here: whoever calls `save` learns that it is missing.

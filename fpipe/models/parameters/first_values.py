@@ -149,7 +149,7 @@ def shard_params(params: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
     >>> dist.destroy_process_group()
     """
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"mesh is a dimension of a DeviceMesh, such as mesh['dp']; found {mesh!r}.")
+        raise TypeError(f"mesh is a DeviceMesh's dimension, such as mesh['dp']; found {mesh!r}.")
     if "pp" in mesh.mesh_dim_names:
         raise TypeError("dimension 'pp' of the mesh has the ranks of a program: hand in mesh['dp'], that of replicas.")
     if isinstance(params, nn.Module | Tensor | Mapping):

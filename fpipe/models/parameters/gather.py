@@ -115,7 +115,7 @@ def describe_leaves(
     """Return the rank of this process, and for each rank the leaves of the stages that it has. A collective."""
     if not isinstance(per_stage, tuple | list) or len(per_stage) != require_program(program).stages:
         actual = f"{len(per_stage)} entries" if isinstance(per_stage, tuple | list) else type(per_stage).__name__
-        raise ValueError(f"the program has {program.stages} stages, one entry for each; found {actual}.")
+        raise ValueError(f"the program has {program.stages} stages, one entry each; found {actual}.")
     if mesh is not None:
         mesh_dim_names(mesh, {"pp": program.ranks})
     local: dict[int, list[NamedLeaf]] = {}

@@ -164,7 +164,7 @@ def _leaves(model: Model, state: Sequence[Any] | None) -> list[list[tuple[str, .
     if state is None:
         return [[*model.owned_param_names(number)] for number in range(len(stages))]
     if len(state) != len(stages):
-        raise ValueError(f"state= is the module state of all {len(stages)} stages; found {len(state)}.")
+        raise ValueError(f"state= has an entry for each of {len(stages)} stages; found {len(state)}.")
     return [[(name,) for name in names or ()] for names in state]
 
 
@@ -216,7 +216,7 @@ def _names_in_source(
             for name in names:
                 dtype, shape, file = source.saved_tensors[name]
                 if shape != tuple(net_tensor.shape):
-                    raise ValueError(f"{name!r} has shape {[*net_tensor.shape]} in the net, and {[*shape]} in {file}.")
+                    raise ValueError(f"{name!r} has shape {[*net_tensor.shape]} in the net, {[*shape]} in {file}.")
                 if dtype != net_tensor.dtype:
                     raise ValueError(
                         f"{name!r} is {net_tensor.dtype} in the net, and {dtype} in {file}: cut the net after "

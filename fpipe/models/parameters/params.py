@@ -72,7 +72,7 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
         return tuple({name: leaves[name] for (name,) in stage.names or ()} for stage in model.stages)
     names_by_stage = [[(number,)] if stage.names is None else stage.names for number, stage in enumerate(model.stages)]
     if not isinstance(whole, Mapping):
-        raise ValueError(f"the whole is a dict, as net.state_dict() is one; found {type(whole).__name__}.")
+        raise ValueError(f"the whole is a dict such as net.state_dict(); found {type(whole).__name__}.")
     net_names = dict.fromkeys(name for stage in names_by_stage for leaf in stage for name in leaf)
     whole = {name: leaf for name, leaf in whole.items() if name in net_names or not _is_net_tensor(model, name, leaf)}  # pyright: ignore[reportUnknownVariableType]
     check_keys(
@@ -120,10 +120,10 @@ def local_params(program: Program, per_stage: Sequence[Any], rank: int | None = 
     require_program(program)
     if rank is None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError("say rank=: this process is in no process group of torch.distributed.")
+            raise ValueError("say rank=: this process is in no group of torch.distributed.")
         rank = dist.get_rank()
     if not 0 <= check_whole_number("rank", rank, minimum=0) < program.ranks:
-        raise ValueError(f"the program has ranks 0 to {program.ranks - 1}; there is no rank {rank}.")
+        raise ValueError(f"ranks are 0 to {program.ranks - 1}; there is no rank {rank}.")
     if len(per_stage) != program.stages:
         raise ValueError(f"the program has {program.stages} stages; found {len(per_stage)} entries.")
     local = {end.value.stage for end in program.inputs if end.value.name in PARAMETERS and rank in end.homes}

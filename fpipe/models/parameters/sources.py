@@ -179,7 +179,7 @@ def _files_of_index(index: Path) -> dict[str, SafetensorsFile]:
     opened_files = {file: SafetensorsFile(index.parent / file) for file in sorted({*file_by_name.values()})}
     for name, file in file_by_name.items():
         if name not in opened_files[file].entries:
-            raise ValueError(f"{index} says that {name!r} is in {file}, which has no such tensor.")
+            raise ValueError(f"{index} says that {name!r} is in {file}, which lacks it.")
     return {name: opened_files[file] for name, file in file_by_name.items()}
 
 
