@@ -358,8 +358,8 @@ cut_fn(simple(lambda y, w, t: (checkpoint(torch.tanh, y @ w, use_reentrant=True)
 cut_fn(simple(lambda y, w, t: (F.dropout(t) - F.dropout(y @ w)).square().mean()))
     ValueError: dropout draws random numbers for the loss, and dropout_1 later for a stage. Draw them
 cut_fn(simple(lambda y, w, t: (y @ w - t).sum() / len(y)))
-    ValueError: loss_fn fixes the number of rows, as len(x), int(n / 4) and torch.jit do: its trace would hold for that
-    number only. x.shape[0] and n // 4 keep it symbolic.
+    ValueError: loss_fn fixes the number of rows, as len(x), int(n / 4) and torch.jit do. x.shape[0] and n // 4 keep it
+    symbolic.
 cut_fn(lambda params, batch: (fpipe.boundary(batch[0] @ params['w']), batch[1].mean())[1])
     ValueError: the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.
 cut_fn(lambda params, batch: params['loss'])

@@ -156,7 +156,7 @@ run(fpipe.freeze(model_of('mean'), (0, 'b')))
 fpipe.add_grads(({'w': torch.ones(2)},), ({'w': torch.ones(3)},))
     ValueError: gradients of two models: at [0]['w'] they are of shapes (2,) and (3,).
 fpipe.add_grads(({'w': 1},), ({'v': 1},))
-    ValueError: gradients differ in structure: only one has a leaf at [0]['w']
+    ValueError: gradients differ: only one structure has a leaf at [0]['w']
 """,
 )
 

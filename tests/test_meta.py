@@ -436,7 +436,7 @@ def test_load_params_loads_the_state_of_a_net_on_meta(door: str):
     assert all(torch.equal(leaf, state_by_name[name]) for name, leaf in trained_net.norm.named_buffers())
     initial_state = join_ranks([fpipe.init_params(model, program, rank, state=state) for rank in range(2)])
     assert sorted(float(leaf.sum()) for leaf in fpipe.tree.leaves(initial_state)) == [0, 0, 8]
-    with pytest.raises(ValueError, match="state= has an entry for each of 2 stages; found 1"):
+    with pytest.raises(ValueError, match="state= has 2 entries, one a stage; found 1"):
         fpipe.load_params(model, program, state_dict, rank=0, state=state[:1])
 
 

@@ -197,9 +197,9 @@ Costs(backward_input=None)
 Costs(offload=float('inf'))
     ValueError: offload is a time in seconds, at least 0; found inf.
 Costs(bandwidth={(0, 1): 0}, bytes=size_of)
-    ValueError: bandwidth is in bytes a second, above 0; found 0.
+    ValueError: bandwidth is bytes a second, above 0; found 0.
 Costs(bandwidth=-1, bytes=size_of)
-    ValueError: bandwidth is in bytes a second, above 0; found -1.
+    ValueError: bandwidth is bytes a second, above 0; found -1.
 Costs(forward=True)
     ValueError: forward is a time in seconds, at least 0; found True, which is no number.
 Costs(backward_weight=[1, '1'])
@@ -217,7 +217,7 @@ Costs(bandwidth={1: 1}, bytes=size_of)
     ValueError: bandwidth is a number, or a table {(from, to): bytes a second} with the numbers of two ranks;
     found the key 1.
 Costs(host_bandwidth={(0, 1): 1}, bytes=size_of)
-    ValueError: host_bandwidth is in bytes a second, above 0; found {(0, 1): 1}, which is no number.
+    ValueError: host_bandwidth is bytes a second, above 0; found {(0, 1): 1}, which is no number.
 Costs(bandwidth=1)
     ValueError: a bandwidth needs bytes of values: say bytes=fpipe.sizes(...).
 Costs(sender='blocking')
@@ -247,7 +247,7 @@ fpipe.simulate(TWO_STAGES, Costs(transfer=lambda source, target: -1))
 fpipe.simulate(TWO_STAGES, Costs(transfer=lambda *link: True))
     ValueError: transfer is a time in seconds, at least 0; found True, which is no number.
 fpipe.simulate(TWO_STAGES, Costs(bandwidth=lambda *link: float('nan'), bytes=size_of))
-    ValueError: bandwidth is in bytes a second, above 0; found nan.
+    ValueError: bandwidth is bytes a second, above 0; found nan.
 fpipe.simulate(TWO_STAGES, Costs(bytes=lambda value: None))
     ValueError: the bytes of y[0,0] are a number, at least 0; found None, which is no number.
 fpipe.simulate(TWO_STAGES, 3)

@@ -219,7 +219,7 @@ def make_panels(
     """Make panels from the arguments of `plot`; programs are simulated first."""
     if names is not None and (isinstance(names, str) or len(names) != len(subjects)):
         count = "a string" if isinstance(names, str) else f"{len(names)}"
-        raise ValueError(f"names= lists a name for each of {len(subjects)} schedules; found {count}.")
+        raise ValueError(f"names= lists {len(subjects)} names, one a schedule; found {count}.")
     if costs is not None and not any(isinstance(subject, Program) for subject in subjects):
         raise ValueError("costs= is for programs; a Timeline has its times already.")
     names = names or ([""] if len(subjects) == 1 else [f"{number}" for number in range(1, len(subjects) + 1)])
@@ -231,7 +231,7 @@ def make_panels(
         panels.append(Panel(name, timeline, window or (0.0, inf), ranks))
     for panel in panels:
         if ranks is not None and len(ranks) != panel.ranks:
-            raise ValueError(f"ranks= lists a name for each of {panel.ranks} ranks; found {len(ranks)}.")
+            raise ValueError(f"ranks= lists {panel.ranks} names, one a rank; found {len(ranks)}.")
     last_end = max(panel.last_end for panel in panels)
     if window is not None and window[0] >= last_end:
         raise ValueError(f"window= starts at {window[0]:g}, when all is done: the end is {last_end:g}.")

@@ -40,10 +40,10 @@ def checked_seconds(name: str, cost: object) -> float:
 def checked_rate(name: str, rate: object) -> float:
     """Check a rate in bytes a second: its inverse must be a number too, since it divides."""
     if rate == 0:
-        raise ValueError(f"{name} is in bytes a second, above 0; found {rate!r}.")
-    bytes_per_second = _checked_number(f"{name} is in bytes a second, more than 0", rate)
+        raise ValueError(f"{name} is bytes a second, above 0; found {rate!r}.")
+    bytes_per_second = _checked_number(f"{name} is bytes a second, above 0", rate)
     if bytes_per_second * LARGEST_NUMBER < 1:
-        raise ValueError(f"{name} is in bytes a second, at least {1 / LARGEST_NUMBER:.1g}; found {rate!r}.")
+        raise ValueError(f"{name} is bytes a second, at least {1 / LARGEST_NUMBER:.1g}; found {rate!r}.")
     return bytes_per_second
 
 

@@ -52,7 +52,7 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
     """
     check_whole_number("slices", slices)
     if type(dim) is not int:
-        raise ValueError(f"dim is the dimension of sequences, a whole number; found {dim!r}.")
+        raise ValueError(f"dim is a whole number, the sequences' dimension; found {dim!r}.")
     options: tuple[tuple[str, object], ...] = (("slices", slices),)
     options += (("dim", dim),) if dim != 1 else ()
     options += (("sequence", batch_spec_text(spec)),) if spec is not None else ()

@@ -101,8 +101,8 @@ def trace_loss(
     row_counts = [size for size in sizes if isinstance(size, torch.SymInt)]
     if row_counts and not any(sympy_expression(size).free_symbols for size in row_counts):
         raise ValueError(
-            "loss_fn fixes the number of rows, as len(x), int(n / 4) and torch.jit do: its trace would hold for that "
-            "number only. x.shape[0] and n // 4 keep it symbolic."
+            "loss_fn fixes the number of rows, as len(x), int(n / 4) and torch.jit do. x.shape[0] and n // 4 keep "
+            "it symbolic."
         )
     # 4. Name the placeholders, which come in the order of the leaves.
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")

@@ -98,7 +98,7 @@ def add_grads(total: Any, grads: Any) -> Any:
             raise TypeError(f"gradients are tensors, as Result.grads has them; found {type(leaf).__name__}.")
     path = tree.first_difference(total, grads)
     if path is not None:
-        raise ValueError(f"gradients differ in structure: only one has a leaf at {path or 'the top'}.")
+        raise ValueError(f"gradients differ: only one structure has a leaf at {path or 'the top'}.")
     grads = tree.in_order_of(total, grads)
     for (path, a), b in zip(tree.paths(total), tree.leaves(grads), strict=True):
         shapes = [tuple(leaf.shape) for leaf in (a, b) if isinstance(leaf, Tensor)]

@@ -164,7 +164,7 @@ def _leaves(model: Model, state: Sequence[Any] | None) -> list[list[tuple[str, .
     if state is None:
         return [[*model.owned_param_names(number)] for number in range(len(stages))]
     if len(state) != len(stages):
-        raise ValueError(f"state= has an entry for each of {len(stages)} stages; found {len(state)}.")
+        raise ValueError(f"state= has {len(stages)} entries, one a stage; found {len(state)}.")
     return [[(name,) for name in names or ()] for names in state]
 
 
