@@ -158,7 +158,7 @@ def test_a_search_is_never_worse_than_a_named_schedule(case: Any):
 def test_a_schedule_table_reproduces_its_schedule(name: str):
     """Covers bpipe and pipe_offload, whose residuals are offloaded, and chimera with its two replicas."""
     about = fpipe.schedules.about(name)
-    base = step(about.wants(4, {}), 8)
+    base = step(about.stage_count(4, {}), 8)
     program = about.factory(4)(base)
     table = schedule_table_of(program)
     assert (

@@ -117,7 +117,7 @@ def scheduled(model: Model, name: str, ranks: int, microbatches: int) -> Program
 def stages_of(name: str, ranks: int) -> int:
     """Return how many stages a schedule has on so many ranks."""
     chosen = parse(name)
-    return chosen.stages or chosen.schedule.wants(ranks, chosen.options)
+    return chosen.stages or chosen.schedule.stage_count(ranks, chosen.options)
 
 
 def _step(program: Program, workload: Workload, runtime: Literal["threads", "distributed"]) -> Callable[[], Timeline]:

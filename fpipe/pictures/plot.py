@@ -32,7 +32,7 @@ from fpipe.timing.timeline import Timeline
 
 
 def plot(
-    what: Program | Timeline | RunPlan,
+    subject: Program | Timeline | RunPlan,
     *more: Program | Timeline,
     costs: Costs | None = None,
     file: str | PathLike[str] | None = None,
@@ -63,7 +63,7 @@ def plot(
              0       2       4       6       8       10      12      14      16
 
     Args:
-        what, more: programs, which are simulated, and timelines, simulated or measured (`result.timeline` of a step
+        subject, more: programs, which are simulated, and timelines, simulated or measured (`result.timeline` of a step
             that was built with `record=True`). Or what `fpipe.plan_run` gives, alone: a chart of time against
             memory, as `.svg`, `.png` or `.pdf`.
         costs: seconds of the programs' ops; by default `fpipe.Costs()`.
@@ -100,9 +100,9 @@ def plot(
     if width is not None and (style.width_mm is not None or ax is not None):
         raise ValueError("leave width= out: width_mm= or the Axes say it.")
     # 2. A chart of a plan; panels on Axes, or into a file.
-    if isinstance(what, RunPlan):
-        return _draw_run_plan(what, file, width, style, {"more": more, "costs": costs, "names": names, "ax": ax})
-    drawn = (what, *more)
+    if isinstance(subject, RunPlan):
+        return _draw_run_plan(subject, file, width, style, {"more": more, "costs": costs, "names": names, "ax": ax})
+    drawn = (subject, *more)
     if ax is not None:
         if file is not None:
             raise ValueError("say ax= or file=, not both; ax.figure.savefig writes a file.")
@@ -115,8 +115,8 @@ def plot(
         return _write_file(Path(file), make_panels(drawn, names, costs, style.window, style.ranks), width, style)
     # 3. Text: a grid of ticks for one program without times, else to scale.
     style.refuse_others("text", "figures", "window", "ranks")
-    if len(drawn) == 1 and isinstance(what, Program) and costs is None and names is None and style.window is None:
-        (panel,) = make_panels([simulate(what, Ticks())], ranks=style.ranks)
+    if len(drawn) == 1 and isinstance(subject, Program) and costs is None and names is None and style.window is None:
+        (panel,) = make_panels([simulate(subject, Ticks())], ranks=style.ranks)
         return draw_grid(panel, colour, width, style)
     return draw_to_scale(make_panels(drawn, names, costs, style.window, style.ranks), width or 120, colour, style)
 

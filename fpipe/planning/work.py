@@ -150,7 +150,7 @@ class Work:
         Raises:
             ValueError: the schedule does not serve the sizes, with the reason.
         """
-        wanted_stages = named.schedule.wants(ranks, named.options) if named.stages is None else named.stages
+        wanted_stages = named.schedule.stage_count(ranks, named.options) if named.stages is None else named.stages
         stages = len(self.model_or_stages.stages) if isinstance(self.model_or_stages, Model) else self.model_or_stages
         if named.stages is not None and stages not in (None, wanted_stages):
             raise ProgramError(f"there are {stages} stages, and its name says {wanted_stages}.")

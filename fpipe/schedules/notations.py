@@ -42,7 +42,7 @@ class NamedSchedule:
         Raises:
             ValueError: a rank cuts its share of a microbatch into too many ops, or they are too many for a program.
         """
-        stages = self.schedule.wants(ranks, self.options) if self.stages is None else self.stages
+        stages = self.schedule.stage_count(ranks, self.options) if self.stages is None else self.stages
         slices = self.options.get("slices")
         slices = slices if type(slices) is int else 1
         ops_per_rank = stages / ranks * slices

@@ -56,10 +56,10 @@ class Schedule:
     stages_per: Mapping[str, int] = field(default_factory=dict[str, int])
     searches: bool = False
 
-    def wants(self, ranks: int, options: Mapping[str, object]) -> int:
+    def stage_count(self, ranks: int, options: Mapping[str, object]) -> int:
         """Return the default number of stages on this many ranks.
 
-        >>> about("hanayo").wants(2, {}), about("hanayo").wants(2, {"waves": 3})
+        >>> about("hanayo").stage_count(2, {}), about("hanayo").stage_count(2, {"waves": 3})
         (4, 12)
         """
         stages_and_count = ((stage_count, options.get(option)) for option, stage_count in self.stages_per.items())
@@ -73,7 +73,7 @@ class Schedule:
         <Program: 2 stages, 4 microbatches, 2 ranks, 31 ops>
         """
         steps = (split(microbatches), self.factory(ranks, **options), merge())
-        return chain(*steps)(base_program(self.wants(ranks, options) if stages is None else stages))
+        return chain(*steps)(base_program(self.stage_count(ranks, options) if stages is None else stages))
 
 
 SCHEDULE_BY_NAME: dict[str, Schedule] = {}

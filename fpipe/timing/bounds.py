@@ -273,11 +273,11 @@ class Bounds:
         """Lower bound of the span, in seconds."""
         return max((span for bound in self.bounds for span in bound.spans), default=0.0)
 
-    def gap(self, timeline: Timeline, of: Literal["makespan", "span"] = "makespan") -> float:
+    def gap(self, timeline: Timeline, objective: Literal["makespan", "span"] = "makespan") -> float:
         """How far above the bound a timeline is, as a share of the bound: 0 is optimal, 0.1 takes a tenth longer."""
-        if of not in ("makespan", "span"):
-            raise ValueError(f'a gap is of "makespan" or "span", found {of!r}.')
-        bound, seconds = getattr(self, of), getattr(timeline, of)
+        if objective not in ("makespan", "span"):
+            raise ValueError(f'a gap is of "makespan" or "span", found {objective!r}.')
+        bound, seconds = getattr(self, objective), getattr(timeline, objective)
         return seconds / bound - 1 if bound else 0.0
 
     def __str__(self) -> str:

@@ -102,19 +102,19 @@ class WrongValue:
 
     Attributes:
         op, value: the op that wrote it, and its name.
-        where: stage, microbatch and rank, in words.
+        location: stage, microbatch and rank, in words.
         error: the largest absolute difference of any number in it; infinite where it is of another kind.
-        how: the difference in words.
+        difference: the difference in words.
     """
 
     op: Op
     value: Value
-    where: str
+    location: str
     error: float
-    how: str
+    difference: str
 
     def __str__(self) -> str:
-        return f"{self.value}, written by {self.op.cell} ({self.where}), {self.how}"
+        return f"{self.value}, written by {self.op.cell} ({self.location}), {self.difference}"
 
 
 class GradientMismatch(AssertionError):
