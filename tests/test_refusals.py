@@ -253,7 +253,7 @@ fpipe.build(CHAIN_1, MODEL, autocast=torch.float64)
 fpipe.build(CHAIN_1, MODEL, runtime="threads", trace=False)
     ValueError: say runtime='local' with trace=False
 fpipe.build(CHAIN_1, MODEL, runtime="processes")
-    ValueError: there are 'local', 'threads' and 'distributed'
+    ValueError: runtime is 'local', 'threads' or 'distributed'; found 'processes'
 fpipe.sizes(CHAIN_1, MODEL, (EYE,), BATCH, runtime="gpu")
     ValueError: runtime is 'local', 'threads' or 'distributed'; found 'gpu'
 fpipe.compare(["gpipe", "hanoyo:waves=2"], 4, 8)

@@ -125,7 +125,7 @@ def verify(
         return check_training(program, model, arguments, run, (count, inner_replicas), partial(compare, close=close))
     key = single_key(key)
     if opt is not None or lr is not None or scale is not None:
-        raise ValueError("this program updates no parameters, and takes no opt=, lr= or scale=; fpipe.update() does.")
+        raise ValueError("without fpipe.update() a program takes no opt=, lr= or scale=.")
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in program.outputs):
         program = merge(grads="rows" if model.per_example else "sum")(program)
     is_presplit = "presplit" in settings_of_kind(program, "SPLIT")
