@@ -21,7 +21,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 def build_library(folder: Path) -> Path:
     """Return the library in a folder; compile it unless one of these sources and this torch is there."""
-    sources = [FOLDER / "device.cpp", FOLDER / "capture.h", FOLDER / "happens_before.h"]
+    sources = [FOLDER / "device.cpp", *sorted(FOLDER.glob("*.h"))]
     fingerprint = b"".join(source.read_bytes() for source in sources) + torch.__version__.encode()
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"fake_accelerator_{hashlib.sha256(fingerprint).hexdigest()[:16]}.so"

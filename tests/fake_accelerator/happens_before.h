@@ -25,19 +25,19 @@ constexpr Agent HOST = 0;
 struct Clock {
   std::vector<uint64_t> seen;
 
-  uint64_t of(Agent who) const { return size_t(who) < seen.size() ? seen[who] : 0; }
-  uint64_t& at(Agent who) {
-    if (size_t(who) >= seen.size()) seen.resize(who + 1, 0);
-    return seen[who];
+  uint64_t of(Agent agent) const { return size_t(agent) < seen.size() ? seen[agent] : 0; }
+  uint64_t& at(Agent agent) {
+    if (size_t(agent) >= seen.size()) seen.resize(agent + 1, 0);
+    return seen[agent];
   }
-  void merge(const Clock& other) {
-    for (size_t who = 0; who < other.seen.size(); ++who) at(who) = std::max(of(who), other.seen[who]);
+  void merge(const Clock& clock) {
+    for (size_t agent = 0; agent < clock.seen.size(); ++agent) at(agent) = std::max(of(agent), clock.seen[agent]);
   }
 };
 
 struct Access {
   uintptr_t low, high;  // the bytes from the first to the last
-  Agent who;
+  Agent agent;
   uint64_t count;
   bool writes;
   std::string name;
@@ -76,6 +76,7 @@ struct Pool {
   int graphs = 0;
   std::multimap<size_t, uintptr_t> unused;
   std::vector<uintptr_t> unused_after_capture;  // what other streams use: a capture has no events to wait for
+  std::vector<uintptr_t> kept;                  // pinned memory, which a copy of the graph may read: CUDA keeps it too
 };
 
 class Checker {
@@ -91,27 +92,28 @@ class Checker {
   }
 
   // Something is queued on a stream, and takes so many seconds there; the host, `now` on its own time, goes on.
-  void queue(Agent who, double seconds, double now) {
-    auto& stream = agents[who];
+  void queue(Agent agent, double seconds, double now) {
+    auto& stream = agents[agent];
     stream.clock.merge(agents[HOST].clock);
-    ++stream.clock.at(who);
+    ++stream.clock.at(agent);
     stream.time = std::max(stream.time, now) + seconds;
   }
-  void record(Agent who, Event& event) { event = {agents[who].clock, agents[who].time}; }
-  void wait(Agent who, const Event& event) {
-    agents[who].clock.merge(event.clock);
-    agents[who].time = std::max(agents[who].time, event.time);
+  void record(Agent agent, Event& event) { event = {agents[agent].clock, agents[agent].time}; }
+  void wait(Agent agent, const Event& event) {
+    agents[agent].clock.merge(event.clock);
+    agents[agent].time = std::max(agents[agent].time, event.time);
   }
   // The host has waited for it.
   bool passed(const Event& event) const {
-    for (size_t who = 1; who < event.clock.seen.size(); ++who)
-      if (agents[HOST].clock.of(who) < event.clock.seen[who]) return false;
+    for (size_t agent = 1; agent < event.clock.seen.size(); ++agent)
+      if (agents[HOST].clock.of(agent) < event.clock.seen[agent]) return false;
     return true;
   }
-  double time(Agent who) const { return agents[who].time; }
-  int device(Agent who) const { return agents[who].device; }
-  std::string name(Agent who) const {
-    return who == HOST ? "the host" : "fake:" + std::to_string(device(who)) + " " + agents[who].kind + " " + std::to_string(who);
+  double time(Agent agent) const { return agents[agent].time; }
+  int device(Agent agent) const { return agents[agent].device; }
+  std::string name(Agent agent) const {
+    if (agent == HOST) return "the host";
+    return "fake:" + std::to_string(device(agent)) + " " + agents[agent].kind + " " + std::to_string(agent);
   }
 
   std::map<int64_t, Pool> pools;
@@ -140,16 +142,17 @@ class Checker {
     if (entry == blocks.end()) return true;
     auto& block = entry->second;
     if (auto pool = pools.find(block.pool); pool != pools.end()) {
-      if (block.recorded.empty()) pool->second.unused.emplace(block.high - block.low, low);
-      else pool->second.unused_after_capture.push_back(low);
+      if (block.owner == HOST) pool->second.kept.push_back(low);
+      else if (!block.recorded.empty()) pool->second.unused_after_capture.push_back(low);
+      else pool->second.unused.emplace(block.high - block.low, low);
       return false;
     }
     Clock waited;  // an event on each stream that was recorded: the allocator waits for these
-    for (Agent who : block.recorded) waited.merge(agents[who].clock);
+    for (Agent agent : block.recorded) waited.merge(agents[agent].clock);
     // The memory of a pool that is gone went back to the system, which waits for the device.
     for (const auto& access : block.accesses)
-      if (!block.pool && access.who != block.owner && access.who != HOST && block.owner != HOST &&
-          waited.of(access.who) < access.count)
+      if (!block.pool && access.agent != block.owner && access.agent != HOST && block.owner != HOST &&
+          waited.of(access.agent) < access.count)
         freed[block.owner].push_back(access);
     if (shared.count(block.owner)) reuse(block.owner);
     blocks.erase(entry);
@@ -173,7 +176,8 @@ class Checker {
   std::vector<uintptr_t> release_pool(int64_t number) {
     auto& pool = pools.at(number);
     if (--pool.graphs) return {};
-    auto lows = pool.unused_after_capture;
+    auto lows = pool.kept;
+    lows.insert(lows.end(), pool.unused_after_capture.begin(), pool.unused_after_capture.end());
     for (auto [size, low] : pool.unused) lows.push_back(low);
     pools.erase(number);
     std::erase_if(lows, [&](uintptr_t low) {
@@ -188,8 +192,8 @@ class Checker {
     for (auto& [low, block] : blocks)
       if (block.pool == number) visit(block);
   }
-  void record_stream(uintptr_t low, Agent who) {
-    if (auto* block = of(low)) block->recorded.insert(who);
+  void record_stream(uintptr_t low, Agent agent) {
+    if (auto* block = of(low)) block->recorded.insert(agent);
   }
   Block* of(uintptr_t at) {
     auto after = blocks.upper_bound(at);
@@ -198,24 +202,25 @@ class Checker {
     return at < block.high ? &block : nullptr;
   }
 
-  void access(Agent who, Use use, const std::string& op, uint64_t replay = 0) {
+  void access(Agent agent, Use use, const std::string& op, uint64_t replay = 0) {
     auto [low, high, writes, tenancy] = use;
     auto* block = of(low);
     if (!block || low == high) return;
-    auto& clock = agents[who].clock;
-    if (who == HOST) ++clock.at(HOST);
-    auto& all = block->accesses;
-    for (const auto& before : all)
-      if (before.low < high && low < before.high && (writes || before.writes) && clock.of(before.who) < before.count)
-        reports.insert(std::string("order: `") + op + "` on " + name(who) + (writes ? " writes" : " reads") + " what `" +
-                       before.name + "` on " + name(before.who) + (before.writes ? " writes" : " reads") +
-                       ", and has not waited for it");
-    all.erase(std::remove_if(all.begin(), all.end(), [&](const Access& before) {
+    auto& clock = agents[agent].clock;
+    if (agent == HOST) ++clock.at(HOST);
+    auto& accesses = block->accesses;
+    auto reader = "`" + op + "` on " + name(agent);
+    for (const auto& before : accesses)
+      if (before.low < high && low < before.high && (writes || before.writes) && clock.of(before.agent) < before.count)
+        reports.insert("order: " + reader + (writes ? " writes" : " reads") + " what `" + before.name + "` on " +
+                       name(before.agent) + (before.writes ? " writes" : " reads") + ", and has not waited for it");
+    std::erase_if(accesses, [&](const Access& before) {
       bool within = low <= before.low && before.high <= high;
-      return within && (before.who == who ? writes || !before.writes : writes && clock.of(before.who) >= before.count);
-    }), all.end());
-    all.push_back({low, high, who, clock.of(who), writes, op});
-    if (block->pool) access_pool(*block, replay ? tenancy : block->tenancy, writes, "`" + op + "` on " + name(who), replay);
+      if (before.agent == agent) return within && (writes || !before.writes);
+      return within && writes && clock.of(before.agent) >= before.count;
+    });
+    accesses.push_back({low, high, agent, clock.of(agent), writes, op});
+    if (block->pool) access_pool(*block, replay ? tenancy : block->tenancy, writes, reader, replay);
   }
 
   // What was before is forgotten: reports, times, and who was where in memory. The host has waited for all.
@@ -233,7 +238,7 @@ class Checker {
     reports.clear();
   }
   // The host waits for a stream, or for an event.
-  void synchronize(Agent who) { agents[HOST].clock.merge(agents[who].clock); }
+  void synchronize(Agent agent) { agents[HOST].clock.merge(agents[agent].clock); }
   void synchronize(const Event& event) { agents[HOST].clock.merge(event.clock); }
   Agent count() const { return agents.size(); }
 
@@ -260,22 +265,22 @@ class Checker {
 
   // The allocator hands out what was freed: behind all that is queued on its stream, and all that the host has seen.
   void reuse(Agent owner) {
-    Clock known = agents[owner].clock;
-    known.merge(agents[HOST].clock);
-    for (const auto& gone : freed[owner])
-      if (known.of(gone.who) < gone.count)
-        reports.insert("reuse: memory of " + name(owner) + " is handed out again, and `" + gone.name + "` on " +
-                       name(gone.who) + " may still " + (gone.writes ? "write" : "read") + " it");
+    Clock clock = agents[owner].clock;
+    clock.merge(agents[HOST].clock);
+    for (const auto& access : freed[owner])
+      if (clock.of(access.agent) < access.count)
+        reports.insert("reuse: memory of " + name(owner) + " is handed out again, and `" + access.name + "` on " +
+                       name(access.agent) + " may still " + (access.writes ? "write" : "read") + " it");
     freed[owner].clear();
   }
 
-  struct Known {
+  struct AgentState {
     int device;
     Clock clock;
     double time;
     std::string kind;  // a stream, or the part of a graph that was captured on a stream
   };
-  std::vector<Known> agents;
+  std::vector<AgentState> agents;
   std::map<uintptr_t, Block> blocks;
   std::map<Agent, std::vector<Access>> freed;
   std::map<uintptr_t, int> graphs_by_address;

@@ -44,8 +44,8 @@ class Wait(NamedTuple):
 
     @property
     def of_graphs(self) -> bool:
-        """Whether only a step that is captured shows what is missing."""
-        return Path(self.file).parent.name == "capture" or self.call == "clone"
+        """Whether graphs that are captured wait there."""
+        return Path(self.file).parent.name == "capture"
 
 
 def find_waits() -> list[Wait]:
