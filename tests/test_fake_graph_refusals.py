@@ -102,6 +102,10 @@ REFUSALS: dict[str, tuple[Callable[..., object], str]] = {
         "the default stream cannot join a capture; use another stream.",
     ),
     "a replay": (lambda x, outside: outside.graph.replay(), "a graph cannot be replayed within a capture."),
+    "a graph that is deleted": (
+        lambda x, outside: outside.graph.reset(),
+        "a graph was deleted while another was captured; run gc.collect() before.",
+    ),
     "a generator": (
         lambda x, _: x.bernoulli_(0.5, generator=torch.Generator(DEVICE)),
         "`bernoulli_` draws from a generator that is not registered; call register_generator_state.",

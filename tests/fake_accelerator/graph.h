@@ -44,6 +44,7 @@ class Graph {
     auto error = capture->error;
     finish_capture();
     if (!error.empty()) {
+      nodes.clear();
       reset();
       TORCH_CHECK(false, "fake: the capture is invalid: ", error);
     }
@@ -90,6 +91,10 @@ class Graph {
   void reset() {
     Locked held(checker().lock);
     if (capture) finish_capture();
+    // As CUDA: a finalizer has nobody to tell, so the capture ends with an error.
+    for (auto* running : captures())
+      if (!nodes.empty() && running->forbids_here() && running->error.empty())
+        running->error = "a graph was deleted while another was captured; run gc.collect() before.";
     nodes.clear();
     agents.clear();
     offsets.clear();
