@@ -1,7 +1,5 @@
 """Compare tensors bit by bit: NaN equals NaN, and 0 differs from -0."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Draw random models, as recipes: the body and the inputs of each stage, the loss's reduction, the dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Draw random programs, as recipes: a graph of stages, recomputed and split backwards, and a legal order on ranks."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Literal

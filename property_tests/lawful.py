@@ -1,7 +1,5 @@
 """The laws of a linearized stage beside plain autograd: its bits, no more work, no more memory, nothing changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

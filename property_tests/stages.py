@@ -1,7 +1,5 @@
 """Draw random stages: more layers for the grammar of `stage_functions`, and more kinds of outputs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Export the strategies of property tests, and plain autograd, with which they compare."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

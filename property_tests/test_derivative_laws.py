@@ -1,7 +1,5 @@
 """Laws of derivatives: a program of a model's derivative, or of its rows, computes what torch.func computes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

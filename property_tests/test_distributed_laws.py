@@ -1,7 +1,5 @@
 """Laws of processes: two compute the bits of one, whatever the program, and so do two replicas of two."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

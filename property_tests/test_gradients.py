@@ -1,7 +1,5 @@
 """The law of gradients: loss and gradients are plain autograd's, bit by bit, whatever the program."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The law of untrusted files: whatever bytes a file has, reading it gives a program or raises a ValueError."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The law of ops in place: with ops in place and views in any order, a trace computes what plain autograd does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Laws of the language, which hold for every program, on random programs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Laws of layouts: gradients have the strides that `.backward()` gives them; torch's fused rules rely on that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -115,6 +113,7 @@ def test_gradients_have_the_strides_that_backward_gives(layout: str, build_name:
     assert strides(grads) == strides(expected)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("build_name", [*BUILDS, "reference"])
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "every other column"])

@@ -1,7 +1,5 @@
 """Laws of traced stages and of steps with them, on random stages: bits, work, memory, and leaks."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +46,7 @@ class Newborn(TorchDispatchMode):
 # One stage.
 
 
-@max_examples(10)
+@max_examples(7)
 @given(recipes(), ROWS, SEED)
 def test_the_four_functions_compute_what_plain_autograd_does(recipe: DrawnStage, rows: int, seed: int):
     """With equal bits, and no more work or memory. But autograd also runs unread layers, and a trace may keep two
@@ -69,7 +67,7 @@ ARITHMETIC = st.sampled_from([operator.add, operator.sub, operator.mul, operator
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 
 
-@max_examples(12)
+@max_examples(8)
 @given(ARITHMETIC, NUMBERS, DTYPES, st.sampled_from([(), (3,), (2, 3)]), SEED)
 def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
     op: Callable[[Any, Any], Tensor], number: float, dtype: torch.dtype, shape: tuple[int, ...], seed: int

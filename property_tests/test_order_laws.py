@@ -1,7 +1,5 @@
 """Laws of orders: every other player of an order gives the times that `timing/lanes.py` defines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

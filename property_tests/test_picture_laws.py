@@ -1,7 +1,5 @@
 """Laws of pictures: whatever the program and its costs, each op is drawn once, where and when it happens."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

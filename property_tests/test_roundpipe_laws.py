@@ -1,7 +1,5 @@
 """Laws of RoundPipe: any two plans that cover a model compute its gradients, wherever groups are cut or run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

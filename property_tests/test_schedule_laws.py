@@ -1,7 +1,5 @@
 """Laws of all registered schedules, whatever their sizes and costs."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -36,7 +36,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@max_examples(15)
+@max_examples(10)
 @given(case=cases())
 def test_a_searched_order_is_legal_complete_and_under_the_cap(case: dict[str, Any]):
     ranks, costs, cap = case["ranks"], case["costs"], case["cap"]
@@ -89,7 +89,7 @@ def by_microbatch(op: Op, state: RankState) -> tuple[int, int]:
     return op.microbatch or 0, "WIF".index(op.kind)
 
 
-@max_examples(8)
+@max_examples(5)
 @given(case=cases(), factor=scales, objective=st.sampled_from(["makespan", "span"]))
 def test_the_unit_of_costs_changes_no_schedule(case: dict[str, Any], factor: float, objective: Any):
     """Used to depend on it: ties of floats chose other orders in another unit, with a bubble of 0.001 or 0.09."""
@@ -221,7 +221,7 @@ def greedy_v(ranks: int, microbatches: int, seconds: tuple[int, int], transfer: 
     return max(free)
 
 
-@max_examples(10)
+@max_examples(7)
 @given(
     ranks=st.integers(2, 6),
     extra=st.integers(0, 6),

@@ -1,7 +1,5 @@
 """Laws of sharded parameters: whenever they are gathered, they give the gradients of whole parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -104,7 +102,7 @@ def drawn_shardings() -> st.SearchStrategy[tuple[Callable[[fpipe.Program], fpipe
     return shardings().map(lambda sharding: (sharding.chain(), sharding.options()))
 
 
-@max_examples(25)
+@max_examples(15)
 @given(drawn_shardings(), st.sampled_from([*MODELS]), st.sampled_from([1, 2, 3, (2, 2), (2, 1), (1, 3)]), st.booleans())
 def test_replicas_with_shards_have_the_gradients_of_plain_autograd(
     drawn: Any, name: str, replicas: Any, across_first: bool
@@ -192,7 +190,7 @@ def differences_from_lockstep(rank: int, sharding: Sharding, name: str) -> list[
 IN_STEP = shardings().filter(lambda sharding: sharding.scatter == "step" and sharding.schedule != "roundpipe")
 
 
-@max_examples(8)
+@max_examples(5)
 @given(IN_STEP, st.sampled_from(["plain", "counting", "untraced"]))
 def test_processes_have_the_bits_of_replicas_in_lockstep(four: Processes, sharding: Sharding, name: str):
     """If a loss counts, replicas may have unequal rows. Untraced steps have shards too."""

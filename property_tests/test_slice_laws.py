@@ -1,7 +1,5 @@
 """Laws of slices and offloading: whatever the order and the policies, the bits are equal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

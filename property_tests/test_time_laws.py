@@ -1,7 +1,5 @@
 """Laws of time: simulated times do not depend on how transfers are written, and they add up."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -80,7 +78,7 @@ def is_one_at_a_time(timeline: fpipe.Timeline) -> bool:
     return all(end <= start for row in rows for (_, end), (start, _) in itertools.pairwise(row))
 
 
-@max_examples(10)
+@max_examples(7)
 @given(plans())
 def test_predicted_bytes_are_those_held_before_and_after_communicate(plan: DrawnProgram):
     net = tiny(plan.takes)

@@ -1,7 +1,5 @@
 """Laws of transfers: they end, whatever the program, even if each starts only when both sides have reached it."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import assume, given

@@ -1,7 +1,5 @@
 """Laws of updates: whatever the order, parameters equal a plain loop's with torch's optimizer."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

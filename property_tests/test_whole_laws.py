@@ -1,7 +1,5 @@
 """Laws of whole steps: whatever the model, its batch, the transforms and the schedule, a step is plain autograd."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ it builds the model, its parameters and a batch. A layer passes on a tensor [row
 several with integers, a mask, a number and None. The batch is such a dict.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Sequence

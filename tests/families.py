@@ -255,9 +255,7 @@ FAMILIES = {
     "Mixtral": causal("Mixtral", **DECODER, num_local_experts=4, output_router_logits=True),
     "OPT": causal("OPT", paths("model.decoder.layers.{}", 0, 1, 2), **OPT),
     "Mamba": Family(
-        net_maker("MambaForCausalLM", "MambaConfig", **MAMBA),
-        plain_text,
-        paths("backbone.layers.{}", 0, 1, 2),
+        net_maker("MambaForCausalLM", "MambaConfig", **MAMBA), plain_text, paths("backbone.layers.{}", 0, 1, 2)
     ),
     "Jamba": causal("Jamba", **DECODER, **HYBRID),
     "Bert": Family(net_maker("BertForMaskedLM", "BertConfig", **TEXT), text, paths("bert.encoder.layer.{}", 0, 1, 2)),
@@ -271,22 +269,12 @@ FAMILIES = {
         two_texts,
         ("encoder.block.0", "encoder.block.1", "decoder.block.0"),
     ),
-    "BART": Family(
-        net_maker("BartForConditionalGeneration", "BartConfig", **BART),
-        two_texts,
-        CODED,
-        READ_TWICE,
-    ),
+    "BART": Family(net_maker("BartForConditionalGeneration", "BartConfig", **BART), two_texts, CODED, READ_TWICE),
     "Marian": Family(
-        net_maker("MarianMTModel", "MarianConfig", **BART, forced_eos_token_id=2),
-        two_texts,
-        CODED,
-        READ_TWICE,
+        net_maker("MarianMTModel", "MarianConfig", **BART, forced_eos_token_id=2), two_texts, CODED, READ_TWICE
     ),
     "Whisper": Family(
-        net_maker("WhisperForConditionalGeneration", "WhisperConfig", **ENCODER_DECODER, **WHISPER),
-        speech,
-        CODED,
+        net_maker("WhisperForConditionalGeneration", "WhisperConfig", **ENCODER_DECODER, **WHISPER), speech, CODED
     ),
     "Wav2Vec2": Family(
         net_maker("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **WAV2VEC2, num_labels=5),

@@ -3,8 +3,6 @@
 Each entry of `CASES` makes a stage function with its parameters and an input that has its rows in dim 0.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

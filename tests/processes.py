@@ -55,8 +55,7 @@ class Processes:
 
     def __init__(self, size: int, timeout: float = 40, tcp: bool = False) -> None:
         self.folder, self.is_over = tempfile.TemporaryDirectory(), False
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_NEEDED)
+        context = forkserver()
         self.pipes, ends = zip(*(context.Pipe() for _ in range(size)), strict=True)
         init_method = f"tcp://127.0.0.1:{free_port()}" if tcp else Path(self.folder.name, "group").as_uri()
         self.all = [
@@ -125,6 +124,21 @@ class Processes:
             process.kill()
             process.join(5)
         self.folder.cleanup()
+
+
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Return the context of processes that begin with torch imported, in a fiftieth of the time of an interpreter."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_NEEDED)
+    return context
+
+
+def exit_code_of(function: Callable[..., None], *args: Any) -> int | None:
+    """Call a function in a process without a group, and return how the process ended."""
+    process = forkserver().Process(target=function, args=args)
+    process.start()
+    process.join(ANSWER_SECONDS)
+    return process.exitcode
 
 
 def processes(size: int) -> object:

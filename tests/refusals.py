@@ -1,7 +1,5 @@
 """Refusals written like doctests: a call, and indented below it the error that it raises."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

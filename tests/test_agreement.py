@@ -1,7 +1,5 @@
 """Ranks compare claims about a model: equal wherever it was traced, and different if anything in it differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

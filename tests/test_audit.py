@@ -1,7 +1,5 @@
 """Audits find Python values that change after the trace, and kernels that compute wrongly."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`build(autocast=)` runs steps under autocast, with the bits of a plain loop under `torch.autocast`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +112,7 @@ NETS: dict[str, Callable[[], nn.Sequential]] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("step_is_inside", [False, True], ids=["by build", "around the step"])
 @pytest.mark.parametrize("policy", ["never", "always"])
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, None], ids=repr)

@@ -1,7 +1,5 @@
 """Saved trainings continue bit by bit on other ranks, in another cut and in shards."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Clusters are parsed from text; links and speeds equal costs, except that shared links queue transfers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`compare_step` accepts correct foreign steps and names mistakes, each made by a real training loop."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """`compare_step` checks torch's pipelines, replicas, shards and tensor-parallel layers on four processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Custom stages give the gradients of their rules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

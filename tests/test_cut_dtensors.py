@@ -1,7 +1,5 @@
 """Nets of DTensors are cut at redistributions, on two ranks of a program times two tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

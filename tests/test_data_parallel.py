@@ -1,7 +1,5 @@
 """Replicas of a pipeline sum their gradients over different rows, and an error in one ends all."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

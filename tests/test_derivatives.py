@@ -1,7 +1,5 @@
 """Derivatives of whole models and gradients of single rows equal torch.func, or are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

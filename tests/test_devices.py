@@ -1,7 +1,5 @@
 """A traced step on each available device: the bits of plain autograd, also under autocast, and the predicted bytes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One process for each rank gives the bits of a single process, and errors name the rank and op to blame."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

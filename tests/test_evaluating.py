@@ -1,7 +1,5 @@
 """`evaluating` gives the outputs of the net in eval mode, from the model that trains it, and leaves the net alone."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -115,6 +113,6 @@ def evaluate_on_rank(rank: int, door: str) -> bool:
     return result.outputs is None or torch.equal(result.outputs, plain_outputs(net, trained_state, rows(5)[0]))
 
 
-@pytest.mark.parametrize("door", ["from_module", "from_sequential"])
+@pytest.mark.parametrize("door", [pytest.param("from_module", marks=pytest.mark.deep), "from_sequential"])
 def test_two_processes_evaluate(pair: Processes, door: str):
     assert pair.run(evaluate_on_rank, door) == [True, True]

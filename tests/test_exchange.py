@@ -1,7 +1,5 @@
 """Collectives as stages on 2 x 2 processes: two ranks of a program, and two processes that exchange tokens."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A mixture of experts on 2 x 2 processes, its tokens exchanged by stages of their own, against plain autograd."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -117,13 +115,13 @@ def train_experts(rank: int, name: str, blocks: int, dropless: bool) -> tuple[li
     ("name", "blocks", "dropless"),
     [
         ("one_f_one_b", 1, False),
-        ("zb_h1", 1, False),
-        ("one_f_one_b_overlap", 2, False),
+        pytest.param("zb_h1", 1, False, marks=pytest.mark.deep),
+        pytest.param("one_f_one_b_overlap", 2, False, marks=pytest.mark.deep),
         ("dualpipev", 1, False),
-        ("one_f_one_b", 2, True),
+        pytest.param("one_f_one_b", 2, True, marks=pytest.mark.deep),
         ("zb_h1", 2, True),
         ("one_f_one_b_overlap", 2, True),
-        ("dualpipev", 4, True),
+        pytest.param("dualpipev", 4, True, marks=pytest.mark.deep),
     ],
 )
 def test_experts_have_the_gradients_of_autograd(four: Processes, name: str, blocks: int, dropless: bool):

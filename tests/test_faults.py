@@ -1,7 +1,5 @@
 """A fault on one process ends all processes in time, names the rank to blame, and leaves nothing running."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A model is what its modules held at the cut: a step, a build or verify reports later changes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Small hard programs that no property test draws: each runs as plain autograd and passes every reading."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Replicas along two axes (HSDP): shards within a group, whose gradients add up before the groups' do."""
 
-from __future__ import annotations
-
 import os
 from functools import reduce
 from typing import Any

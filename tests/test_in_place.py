@@ -1,7 +1,5 @@
 """Rewritten in-place ops have the bits of plain autograd, whoever reads the tensor before the write."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every layer and pattern of `tests.layers` against plain autograd: bits, work, memory, and a whole step."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

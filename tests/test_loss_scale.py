@@ -1,7 +1,5 @@
 """Loss scaling for float16 in a program: scales, skipped steps and parameters equal `torch.amp.GradScaler`'s."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -21,15 +21,7 @@ POLICIES: dict[str, Callable[[Program], Program]] = {
 }
 # Under each policy: in turns, searched, offloaded, sliced, and in pairs. Others under the one policy that makes
 # the most kinds of op.
-THOROUGH = {
-    "gpipe",
-    "one_f_one_b",
-    "interleaved_zb v=2",
-    "pipe_offload v=2",
-    "seq1f1b slices=4",
-    "dualpipev v=2",
-    "zbv v=2",
-}
+THOROUGH = {"one_f_one_b", "pipe_offload v=2", "seq1f1b slices=4", "dualpipev v=2", "zbv v=2"}
 CASES = [
     pytest.param(row, policy, marks=[] if str(row) in THOROUGH or policy == "always, split" else pytest.mark.deep)
     for row in ROWS

@@ -1,7 +1,5 @@
 """Offloading residuals until their backward: the same bits, less memory, and no more time while copies are hidden."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

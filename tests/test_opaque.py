@@ -1,7 +1,5 @@
 """A module whose Python looks at data is one operation of a net that is cut; the rest of the net is traced."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import re

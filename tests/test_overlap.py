@@ -1,7 +1,5 @@
 """Exchanges run on a lane of the rank, and schedules hide them behind the work of another microbatch."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

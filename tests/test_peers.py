@@ -2,8 +2,6 @@
 larger subject: counted losses (test_losses), two steps (property_tests/test_gradients), norms (test_state), dropout
 (test_random), ties, skips, in-place ops and ordered outputs (test_bad_input), a B that cannot be cut (layers.py)."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans of a run: a row has the time and memory of its program, the best comes first, and nothing beats the front."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Updates that start before the norm that clips them is known: the same bits, and often a shorter time."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An update happens on all ranks or on none; all ranks start with equal parameters and take equal rates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 NCCL refuses two ranks of one host on one GPU. Told that they are on two hosts, they meet on one GPU over sockets.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A save never harms the one before it, a load never mixes two, and no file runs code."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource
@@ -25,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 import fpipe
-from tests.processes import Processes
+from tests.processes import Processes, exit_code_of
 
 NAME = "params/0.weight"
 ONE_STAGE, TWO_STAGES = fpipe.program(1), fpipe.schedules.gpipe(2)(fpipe.program(2))
@@ -49,28 +47,27 @@ def saved_value(folder: Path, program: fpipe.Program = ONE_STAGE, rank: int | No
     return value, saved.numbers["step"]
 
 
-KILLED = """
-import os, signal, sys, torch, fpipe
-params = ({"0.weight": torch.full((50, 1000), float(sys.argv[2]))},)
-where, step = sys.argv[3], int(sys.argv[2])
-def kill(*_, **__):
+def kill(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-if where == "data":
-    torch.save = kill
-if where == "metadata":
-    os.fsync, count = lambda file: count.append(file) or len(count) > 1 and kill(), []
-if where == "switch":
-    import pathlib; pathlib.Path.replace = kill
-fpipe.save(sys.argv[1], fpipe.program(1), params, step=step)
-"""
+
+
+def save_and_die(folder: Path, moment: str) -> None:
+    """Save step 2, and kill this process while it writes the data, after it or as the folders are switched."""
+    files = list[int]()
+    dies: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+        "data": (torch, "save", kill),
+        "metadata": (os, "fsync", lambda file: files.append(file) or (len(files) > 1 and kill())),
+        "switch": (Path, "replace", kill),
+    }
+    setattr(*dies[moment])
+    fpipe.save(folder, ONE_STAGE, params_of(2), step=2)
 
 
 @pytest.mark.parametrize("moment", ["data", "metadata", "switch"])
 def test_a_kill_during_a_second_save_keeps_the_first(tmp_path: Path, moment: str):
     """Used to leave parameters of one step under the number of another, or an unreadable folder."""
     fpipe.save(tmp_path, ONE_STAGE, params_of(1), step=1)
-    process = subprocess.run([sys.executable, "-c", KILLED, tmp_path, "2", moment], check=False)
-    assert process.returncode == -signal.SIGKILL
+    assert exit_code_of(save_and_die, tmp_path, moment) == -signal.SIGKILL
     assert saved_value(tmp_path) == (1, 1)
     fpipe.save(tmp_path, ONE_STAGE, params_of(3), step=3)
     assert saved_value(tmp_path) == (3, 3)
@@ -91,27 +88,22 @@ def test_an_unread_background_failure_is_printed(tmp_path: Path):
     assert "__0_0.distcp could not be written: No space left on device; what" in process.stderr
 
 
-GATHERED = """
-import os, signal, sys, torch, fpipe
-def kill(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-os.fsync = kill
-fpipe.gather_state_dict(fpipe.program(1), ({"w": torch.zeros(3)},), file=sys.argv[1])
-"""
+def gather_and_die(file: Path) -> None:
+    os.fsync = kill
+    fpipe.gather_state_dict(ONE_STAGE, ({"w": torch.zeros(3)},), file=file)
 
 
 def test_a_kill_during_a_second_file_keeps_the_first(tmp_path: Path):
     file = tmp_path / "net.safetensors"
     fpipe.gather_state_dict(ONE_STAGE, ({"w": torch.ones(3)},), file=file)
-    process = subprocess.run([sys.executable, "-c", GATHERED, file], check=False)
-    assert process.returncode == -signal.SIGKILL
+    assert exit_code_of(gather_and_die, file) == -signal.SIGKILL
     assert load_file(file)["w"].tolist() == [1, 1, 1]
 
 
 def save_twice(rank: int, folder: Path) -> None:
     fpipe.save(folder, TWO_STAGES, params_of(1, rank), step=1)
     if rank == 1:
-        vars(filesystem)["_write_item"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        vars(filesystem)["_write_item"] = kill
     fpipe.save(folder, TWO_STAGES, params_of(2, rank), step=2)
 
 

@@ -1,7 +1,5 @@
 """All ranks of a group run the same step of the same program on the same batch, or raise an error."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -62,6 +62,7 @@ def test_groups_of_three_are_megatrons():
 RAGGED = [(p, m) for p in (2, 3, 4, 5) for m in range(p + 1, 3 * p + 2) if m % p]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("ranks", "microbatches"), RAGGED)
 @pytest.mark.parametrize("name", ["interleaved", "kimi_k2", "group_interleaved"])
 def test_a_short_group_costs_no_idle_time(name: str, ranks: int, microbatches: int):

@@ -1,7 +1,5 @@
 """Searches under a cap offload residuals and choose when sharded parameters are gathered."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters sharded over replicas are gathered before use and scattered after it, as the program says."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parallelism inside stages, on four processes: two ranks of a program, times two that share the stages of a rank."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters sharded twice: over processes that share a stage ("tp"), and over replicas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -63,7 +61,7 @@ def gather_full(tensor: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("policy", "sequence"),
     [
-        pytest.param(policy, sequence, marks=pytest.mark.deep if sequence and policy != "step" else [])
+        pytest.param(policy, sequence, marks=pytest.mark.deep if sequence != (policy == "step") else [])
         for policy in POLICIES
         for sequence in (False, True)
     ],

@@ -1,7 +1,5 @@
 """A step is traced again if anything changes that its trace depends on."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Sequences cut into slices: causal attention carries keys and values on, with the bits of plain autograd."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -143,7 +141,7 @@ def enter(p: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:
     return (x["x"] + x["table"]) * x["scale"]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "count"])
+@pytest.mark.parametrize("reduction", [pytest.param("mean", marks=pytest.mark.deep), "count"])
 def test_gradients_of_inputs_are_joined_along_the_sequence(reduction: str):
     """Inputs that every slice takes whole add their gradients like parameters: from the last slice back, microbatch
     after microbatch, divided once by the count. They used to be refused."""

@@ -1,7 +1,5 @@
 """gather_state_dict returns the net's whole state_dict if parts are frozen, tied or on meta."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +84,7 @@ def train_one_step(net: Any, door: str) -> tuple[fpipe.Model, fpipe.Program, fpi
     return model, program, fpipe.build(program, model)(params, make_batch(), opt=opt, lr=0.1, **has_state)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", NETS)
 def test_a_trained_net_is_loaded_strictly(name: str, door: str, tmp_path: Path):

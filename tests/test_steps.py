@@ -1,7 +1,5 @@
 """Several training steps in one program train as a plain loop with equal delays does."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

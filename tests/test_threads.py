@@ -1,7 +1,5 @@
 """One thread per rank: the bits of one thread, errors that name their place, and no threads left."""
 
-from __future__ import annotations
-
 import _thread
 import gc
 import threading

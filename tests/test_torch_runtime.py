@@ -1,7 +1,5 @@
 """Our programs on torch's pipeline runtime, its tables on ours, and the errors of programs that cannot move."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

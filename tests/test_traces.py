@@ -1,7 +1,5 @@
 """Traced steps: when a trace is made, which stages share it, its results and memory, and steps without a trace."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -309,12 +307,7 @@ def jagged(p: dict[str, Tensor], x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize(
-    ("sparse_stage", "dense"),
-    [
-        (sparse, Tensor.to_dense),
-        (jagged, lambda x: x.values()),
-    ],
-    ids=["sparse", "jagged"],
+    ("sparse_stage", "dense"), [(sparse, Tensor.to_dense), (jagged, lambda x: x.values())], ids=["sparse", "jagged"]
 )
 def test_tensors_of_another_layout_flow_between_stages_under_autograd(sparse_stage: Any, dense: Any, steps):
     """They have no strides and no alias, which ended the step and the reference in an error of torch."""
@@ -571,9 +564,6 @@ def test_a_dispatch_mode_around_threads_is_refused():
     step = fpipe.build(fpipe.program(model), model, runtime="threads")
     inputs = ({"w": torch.ones(4, 4)},), (torch.ones(2, 4), torch.zeros(2, 4))
     step(*inputs)
-    with (
-        FlopCounterMode(display=False),
-        pytest.raises(RuntimeError, match=r"DispatchMode is on \(_Flop"),
-    ):
+    with FlopCounterMode(display=False), pytest.raises(RuntimeError, match=r"DispatchMode is on \(_Flop"):
         step(*inputs)
     step(*inputs)

@@ -1,7 +1,5 @@
 """The examples of several processes train as one process does, and resume bit by bit on other ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

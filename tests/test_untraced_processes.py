@@ -1,7 +1,5 @@
 """Stages that look at data run in processes next to traced stages, with the bits of plain autograd."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence

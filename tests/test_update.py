@@ -1,7 +1,5 @@
 """The optimizer in the program: a step returns the parameters of torch's own loop."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from fnmatch import fnmatch

@@ -1,7 +1,5 @@
 """Watchdogs over replicas, shards and exchanges: every rank names the rank that did not come."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -3,8 +3,6 @@
 The limits may only get stricter. A word that is vague or points elsewhere goes into the lists of `tests/words.py`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

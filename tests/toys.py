@@ -1,7 +1,5 @@
 """Toy modules of one function each, and plain autograd over a net's microbatches."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import Counter

@@ -7,8 +7,6 @@ their own are counted for each thousand lines, and the words of error messages w
     room            lines   vague %   riddles %   comments   words of an error: median, 90th percentile, longest
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re
