@@ -46,14 +46,7 @@ def count_batch_rows(tree: Any, spec: Any = None, *, label: Label = BATCH) -> in
 
 def rows_by_leaf(tree: Any, spec: Any, label: Label) -> dict[str, int]:
     """Return the number of rows by path, for each leaf with rows; raise ValueError if no leaf has any."""
-    sizes: dict[str, int] = {}
-    for (path, leaf), dim in zip(named_leaves(tree, label), cut_dims(tree, spec, label), strict=True):
-        if dim is not None and not -leaf.ndim <= dim < leaf.ndim:
-            raise ValueError(
-                f"{path} has no dim {dim} to cut along: its shape is {tuple(leaf.shape)}. Say another Chunk."
-            )
-        if dim is not None:
-            sizes[path] = leaf.size(dim)
+    sizes = _sizes_along(tree, cut_dims(tree, spec, label), label, "cut", "Say another Chunk.")
     if not sizes:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in trees.leaves(tree)}))
         raise ValueError(
@@ -64,6 +57,23 @@ def rows_by_leaf(tree: Any, spec: Any, label: Label) -> dict[str, int]:
     if row_count == 0:
         raise ValueError(f"{first_path} has 0 rows; a microbatch has at least one.")
     return sizes
+
+
+def _sizes_along(tree: Any, dims: Sequence[int | None], label: Label, verb: str, remedy: str) -> dict[str, int]:
+    """Return the size of each leaf along its dimension, by path; `verb` and `remedy` are for errors."""
+    sizes: dict[str, int] = {}
+    for (path, leaf), dim in zip(named_leaves(tree, label), dims, strict=True):
+        if dim is not None and not -leaf.ndim <= dim < leaf.ndim:
+            raise ValueError(f"{path} has no dim {dim} to {verb} along: its shape is {tuple(leaf.shape)}. {remedy}")
+        if dim is not None:
+            sizes[path] = leaf.size(dim)
+    return sizes
+
+
+def _range_of_part(index: int, count: int, total: int) -> tuple[int, int]:
+    """Return the start and the length of one of `count` parts, of which the first `total % count` are one longer."""
+    quotient, remainder = divmod(total, count)
+    return index * quotient + min(index, remainder), quotient + (index < remainder)
 
 
 def cut(
@@ -94,10 +104,7 @@ def cut(
         if rows < count:
             remedy = f"use split({count}, rows={rows}, allow_fewer=True)"
             raise ValueError(f"{rows} rows cannot fill {count} microbatches; {remedy}.")
-        # The first `rows % count` microbatches are one row longer, so microbatch i starts min(i, rows % count) rows
-        # later than i * (rows // count).
-        start = index * (rows // count) + min(index, rows % count)
-        length = rows // count + (index < rows % count)
+        start, length = _range_of_part(index, count, rows)
     remedy = "hand in a list of microbatches, to split(m, presplit=True)"
     return _narrow(tree, cut_dims(tree, spec), start, length, label, remedy), length
 
@@ -115,15 +122,7 @@ def cut_sequence(
     [([[0, 1]], 0.5), ([[2, 3]], 0.5)]
     """
     dims = sequence_dims(tree, dim, spec, row_spec)
-    lengths: dict[str, int] = {}
-    for (path, leaf), leaf_dim in zip(named_leaves(tree, label), dims, strict=True):
-        if leaf_dim is not None and not -leaf.ndim <= leaf_dim < leaf.ndim:
-            raise ValueError(
-                f"{path} has no dim {leaf_dim} to slice along: its shape is {tuple(leaf.shape)}. Say where its "
-                "sequence is by slice_sequence(..., spec=)."
-            )
-        if leaf_dim is not None:
-            lengths[path] = leaf.shape[leaf_dim]
+    lengths = _sizes_along(tree, dims, label, "slice", "Say where its sequence is by slice_sequence(..., spec=).")
     if not lengths:
         raise ValueError(f"no leaf of the {label} has a sequence to slice.")
     first_path, length = next(iter(lengths.items()))
@@ -135,7 +134,7 @@ def cut_sequence(
         )
     if length < count:
         raise ValueError(f"the sequence of {first_path} has {length} positions, too few for {count} slices.")
-    start, size = index * (length // count) + min(index, length % count), length // count + (index < length % count)
+    start, size = _range_of_part(index, count, length)
     remedy = "pad it, or leave slices out"
     return _narrow(tree, dims, start, size, label, remedy), size / length
 
@@ -162,7 +161,7 @@ def sequence_dims(tree: Any, dim: int, spec: Any, row_spec: Any) -> list[int | N
     """Return the dimension of the sequence in each leaf; None for a leaf that every slice takes whole."""
     if spec is not None:
         return cut_dims(tree, spec)
-    return [None if count_batch_rows is None else dim for count_batch_rows in cut_dims(tree, row_spec)]
+    return [None if row_dim is None else dim for row_dim in cut_dims(tree, row_spec)]
 
 
 def named_leaves(tree: Any, label: Label) -> list[tuple[str, Any]]:
