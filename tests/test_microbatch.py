@@ -98,6 +98,6 @@ join([[torch.tensor(1)], [torch.tensor(2)]])
 join([True, 1])
     ValueError: outputs is True in microbatch 0 and 1 in microbatch 1
 join([])
-    ValueError: there is nothing to join
+    ValueError: nothing to join
 """,
 )

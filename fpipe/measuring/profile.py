@@ -245,7 +245,7 @@ class MeasuredModel:
             remedy = "say flops=, operations a second of a rank, and costs are estimated"
             refuse_meta(remedy, params=self.params, batch=self.batch, state=self.state)
         counts, costs_by_rows = [*microbatches], dict[float, Costs]()
-        for done, count in enumerate(counts):
+        for index, count in enumerate(counts):
             program = chain(split(count), merge())(base_program(self.model))
             example: Any = program, self.model, self.params, self.batch
             if self.flops is None:
@@ -254,10 +254,10 @@ class MeasuredModel:
                     state=self.state,
                     key=0,  # the random key of dropout: its value changes no time
                     repeats=repeats,
-                    progress=lambda done, total, count=count: progress(done, total, f"profiling m={count}"),
+                    progress=lambda runs_done, total, count=count: progress(runs_done, total, f"profiling m={count}"),
                 )
             else:
-                progress(done, len(counts), f"estimating m={count}")
+                progress(index, len(counts), f"estimating m={count}")
                 costs = estimate(*example, flops=self.flops, state=self.state)
             costs_by_rows[self.rows / count] = costs
         return costs_by_rows

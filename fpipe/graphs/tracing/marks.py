@@ -40,12 +40,12 @@ class _MarkState(threading.local):
     """The state of a thread, since several threads may trace different stages at once.
 
     Attributes:
-        kept: the tensors that are kept in the stage that is traced.
+        kept_tensors: those that are kept in the stage that is traced.
         keeps_are_ops, boundaries_are_ops: whether each mark is an op of the graph that is traced.
         stage_seed: the stage that draws random numbers.
     """
 
-    kept: list[Tensor] | None = None
+    kept_tensors: list[Tensor] | None = None
     keeps_are_ops = False
     boundaries_are_ops = False
     stage_seed: _StageSeed | None = None
@@ -57,8 +57,8 @@ _STATE = _MarkState()
 # An op may not return its input itself, so each mark is an alias of it.
 def _keep_alias(value: Tensor) -> Tensor:
     value = torch.ops.aten.alias.default(value)
-    if _STATE.kept is not None:
-        _STATE.kept.append(value)
+    if _STATE.kept_tensors is not None:
+        _STATE.kept_tensors.append(value)
     return value
 
 
@@ -90,8 +90,8 @@ def keep(values: Any) -> Any:
     """
     if _STATE.keeps_are_ops:
         return tree.tree_map(_keep_by_op, values)
-    if _STATE.kept is not None:
-        _STATE.kept += [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
+    if _STATE.kept_tensors is not None:
+        _STATE.kept_tensors += [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
     return values
 
 
@@ -102,11 +102,11 @@ def _keep_by_op(leaf: Any) -> Any:
 @contextmanager
 def collect_marks() -> Generator[list[Tensor]]:
     """Collect the tensors that this thread keeps; an enclosing collection gets nothing."""
-    enclosing_tensors, _STATE.kept = _STATE.kept, []
+    enclosing_tensors, _STATE.kept_tensors = _STATE.kept_tensors, []
     try:
-        yield _STATE.kept
+        yield _STATE.kept_tensors
     finally:
-        _STATE.kept = enclosing_tensors
+        _STATE.kept_tensors = enclosing_tensors
 
 
 def boundary(values: Any) -> Any:

@@ -1,1 +1,1 @@
-"""(a call of a stage, a random key) -> output and loss, whether the call was pure, and what it depended on."""
+"""(a call of a stage, a random key) -> output, loss and purity, with the settings and modules that it depended on."""

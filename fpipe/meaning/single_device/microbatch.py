@@ -71,7 +71,7 @@ def _sizes_along(tree: Any, dims: Sequence[int | None], label: Label, verb: str,
 
 
 def _range_of_part(index: int, count: int, total: int) -> tuple[int, int]:
-    """Return the start and the length of one of `count` parts, of which the first `total % count` are one longer."""
+    """Return the start and the length of a part; the first `total % count` of `count` parts are one longer."""
     quotient, remainder = divmod(total, count)
     return index * quotient + min(index, remainder), quotient + (index < remainder)
 
