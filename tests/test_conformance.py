@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,12 +157,17 @@ def test_the_simulation_gives_the_published_numbers(row: Row, fact: dict[str, An
         assert max(timeline.peak) <= max(peaks) + 1e-6
 
 
+@cache
+def layers_model(stages: int) -> tuple[fpipe.Model, tuple[dict[str, torch.Tensor], ...]]:
+    """Return a model, traced once for all rows and policies, and its parameters."""
+    torch.manual_seed(0)
+    return fpipe.from_functions([layer] * stages, squares), tuple({"w": torch.randn(4, 4)} for _ in range(stages))
+
+
 @every_row
 def test_gradients_are_bitwise_those_of_plain_autograd(row: Row):
     ranks, microbatches = max((p, m) for p, m in served(row) if p <= 3 and m <= 8)
     program = row.program(ranks, microbatches)
-    torch.manual_seed(0)
-    params = tuple({"w": torch.randn(4, 4)} for _ in range(program.stages))
+    model, params = layers_model(program.stages)
     batch = tuple(torch.randn(2 * microbatches, program.slices, 4) for _ in range(2))
-    model = fpipe.from_functions([layer] * program.stages, squares)
     assert fpipe.verify(program, model, params, batch).bitwise

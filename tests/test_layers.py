@@ -212,9 +212,13 @@ def case_of(recipe: DrawnStage) -> Case:
 STEP_CASES = [case for case in CASES if case.step and not case.untraced]
 
 
+# Every layer is linearized above; of the steps around them `make test` runs each third.
 @pytest.mark.parametrize(
     "case",
-    [*STEP_CASES, *map(case_of, GRAMMAR_STAGES.values())],
+    [
+        *(pytest.param(case, marks=pytest.mark.deep if i % 3 else []) for i, case in enumerate(STEP_CASES)),
+        *map(case_of, GRAMMAR_STAGES.values()),
+    ],
     ids=[*(case.name for case in STEP_CASES), *GRAMMAR_STAGES],
 )
 def test_a_traced_step_gives_the_bits_of_plain_autograd(case: Case):

@@ -1,15 +1,13 @@
 """Memory is predicted before a run: simulated bytes equal the bytes that the local runtime holds."""
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
 
 import fpipe
 from fpipe.program import Program, ProgramError
-from tests.test_conformance import ROWS, Row, served
-from tests.toys import layer, squares
+from tests.test_conformance import ROWS, Row, layers_model, served
 
 POLICIES: dict[str, Callable[[Program], Program]] = {
     "never": fpipe.identity(),
@@ -28,12 +26,6 @@ CASES = [
     for policy in POLICIES
 ]
 FORMS = fpipe.identity(), fpipe.communicate(), fpipe.chain(fpipe.communicate(), fpipe.free())
-
-
-@cache
-def layers_model(stages: int) -> tuple[fpipe.Model, tuple[dict[str, torch.Tensor], ...]]:
-    """Return a model, traced once for all policies, and its parameters."""
-    return fpipe.from_functions([layer] * stages, squares), tuple({"w": torch.eye(4) + n} for n in range(stages))
 
 
 @pytest.mark.parametrize(("row", "policy"), CASES, ids=str)

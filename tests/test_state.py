@@ -595,17 +595,21 @@ SHIFTED: dict[str, Callable[[], nn.Sequential]] = {
 }
 
 
+@functools.cache
+def cut_shifted(name: str) -> tuple[nn.Module, fpipe.Model, Any, Any]:
+    net = SHIFTED[name]()
+    return run_unsplit(net, ROWS)[0], *fpipe.from_sequential(net, sizes=[1, 1], loss=MSE)
+
+
 @pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SHIFTED)
 def test_the_input_of_a_norm_may_be_written_in_place_later(name: str, policy: str, trace: bool):
     """The update silently read the changed input, and the running variance was twice too large."""
-    net = SHIFTED[name]()
-    model, params, state = fpipe.from_sequential(net, sizes=[1, 1], loss=MSE)
+    expected_net, model, params, state = cut_shifted(name)
     program = merged(model, 4, *POLICIES[policy], fpipe.schedules.one_f_one_b(2))
     result = fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
-    expected_net = run_unsplit(net, ROWS)[0]
     assert all(torch.equal(buffer, expected_net.get_buffer(name)) for name, buffer in state_by_name(result).items())
 
 

@@ -12,9 +12,11 @@ import io
 import re
 import sys
 import tokenize
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,6 +53,14 @@ class RoomWords:
     first_lines: list[str] = field(default_factory=list[str])
     comments: int = 0
     error_lengths: list[int] = field(default_factory=list[int])
+
+    def add(self, words: Self) -> None:
+        """Add the measures of a file."""
+        self.lines += words.lines
+        self.names += words.names
+        self.first_lines += words.first_lines
+        self.comments += words.comments
+        self.error_lengths += words.error_lengths
 
     @property
     def vague(self) -> float:
@@ -107,32 +117,32 @@ def error_lengths(tree: ast.AST) -> Iterator[int]:
             yield len("".join(texts).split())
 
 
-def measure(files: Iterable[Path]) -> RoomWords:
-    """Measure the files of one room."""
-    room = RoomWords()
-    for file in files:
-        source = file.read_text()
-        tree = ast.parse(source)
-        room.lines += source.count("\n")
-        room.names += [name for name in bound_names(tree) if name not in ("self", "cls", "_") and name[:2] != "__"]
-        documented = (node for node in ast.walk(tree) if isinstance(node, ast.Module | Definition))
-        docstrings = map(ast.get_docstring, documented)
-        room.first_lines += [docstring.partition("\n")[0] for docstring in docstrings if docstring]
-        room.error_lengths += error_lengths(tree)
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            stands_alone = token.type == tokenize.COMMENT and token.line.lstrip().startswith("#")
-            room.comments += stands_alone and TOOL_COMMENT.match(token.string) is None
-    return room
+def measure(file: Path) -> RoomWords:
+    """Measure one file."""
+    source = file.read_text()
+    tree = ast.parse(source)
+    docstrings = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, ast.Module | Definition))
+    return RoomWords(
+        source.count("\n"),
+        [name for name in bound_names(tree) if name not in ("self", "cls", "_") and name[:2] != "__"],
+        [docstring.partition("\n")[0] for docstring in docstrings if docstring],
+        sum(
+            token.line.lstrip().startswith("#") and TOOL_COMMENT.match(token.string) is None
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT
+        ),
+        [*error_lengths(tree)],
+    )
 
 
 def measure_rooms(folder: str) -> dict[str, RoomWords]:
     """Measure each room of a package, or of a folder of scripts, and all of them together under the folder's name."""
-    files_by_room: dict[str, list[Path]] = {folder: sorted((ROOT / folder).rglob("*.py"))}
-    for file in files_by_room[folder]:
-        parts = file.relative_to(ROOT).parts
-        room = "/".join(parts[:2]) if len(parts) > 2 else f"{folder}/*.py"
-        files_by_room.setdefault(room, []).append(file)
-    return {room: measure(files) for room, files in files_by_room.items()}
+    rooms = defaultdict[str, RoomWords](RoomWords)
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        parts, words = file.relative_to(ROOT).parts, measure(file)
+        for room in (folder, "/".join(parts[:2]) if len(parts) > 2 else f"{folder}/*.py"):
+            rooms[room].add(words)
+    return dict(rooms)
 
 
 def page_words(page: Path) -> int:
