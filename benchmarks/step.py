@@ -9,6 +9,8 @@ of the eager one.
 The floor of a step is its own torch ops: a step is recorded op by op, and written as one Python function that calls
 the same ops on the same tensors, one after the other, with no program, no slots and no stages around them.
 
+Under autocast one more step casts the weights for each microbatch, as `build(hoist=False)` says: hoisting must pay.
+
 Python's garbage collector is off while steps are timed, and runs in between. The C library is shown one large tensor
 first, after which it keeps freed memory: before, each tensor of a MiB could be a new mapping, and the same eager step
 took 26 or 36 ms by chance.
@@ -70,7 +72,7 @@ def gpt(width: int = 64, length: int = 64, rows: int = 4) -> Case:
     return net, torch.randn(shape), torch.randn(shape)
 
 
-def eager(net: nn.Module, x: Tensor, target: Tensor) -> Step:
+def eager(net: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype | None = None) -> Step:
     """Write a step without a library: forward and backward of each microbatch, gradients added up in `.grad`.
 
     It does not even add up its losses, as our step does.
@@ -80,13 +82,15 @@ def eager(net: nn.Module, x: Tensor, target: Tensor) -> Step:
         for parameter in net.parameters():
             parameter.grad = None
         for x_rows, target_rows in zip(x.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True):
-            (F.mse_loss(net(x_rows), target_rows) * (len(x_rows) / len(x))).backward()
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = F.mse_loss(net(x_rows), target_rows)
+            (loss * (len(x_rows) / len(x))).backward()
         return [parameter.grad for parameter in net.parameters()]
 
     return step
 
 
-def pipelined(net: nn.Sequential, x: Tensor, target: Tensor, split: bool, audit: Any = "first") -> Step:
+def pipelined(net: nn.Sequential, x: Tensor, target: Tensor, split: bool, **options: Any) -> Step:
     model, params, _ = fpipe.from_sequential(net, stages=STAGES, loss=F.mse_loss)
     pipeline = fpipe.chain(
         fpipe.split(MICROBATCHES),
@@ -94,7 +98,7 @@ def pipelined(net: nn.Sequential, x: Tensor, target: Tensor, split: bool, audit:
         fpipe.schedules.one_f_one_b(ranks=STAGES),
         fpipe.merge(outputs=False),
     )
-    step = fpipe.build(pipeline(fpipe.program(model)), model, audit=audit)
+    step = fpipe.build(pipeline(fpipe.program(model)), model, **options)
 
     def run() -> list[Tensor]:
         result = step(params, (x, target))
@@ -267,6 +271,25 @@ def measure_op_cost(rounds: int, stages: int = 8, microbatches: int = 64) -> Non
     )
 
 
+def compare_autocast(name: str, case: Case, reach: float, rounds: int) -> None:
+    """Compare a step under autocast with the eager one, and with a step that casts weights for each microbatch."""
+    steps = {"eager": eager(*case, torch.bfloat16)}
+    steps |= {
+        label: pipelined(*case, False, autocast=torch.bfloat16, hoist=hoist)
+        for label, hoist in (("fpipe", True), ("cast each time", False))
+    }
+    plain = [leaf.clone() for leaf in steps["eager"]()]
+    for step in steps.values():
+        for leaf, expected in zip(step(), plain, strict=False):
+            torch.testing.assert_close(leaf, expected, rtol=0, atol=0)
+    times = rounds_of(steps, rounds)
+    print(
+        f"{name:28} eager {median_of(times, 'eager') * 1e3:7.2f} ms; of it: "
+        f"fpipe {ratio(times, 'fpipe', 'eager'):.2f}; "
+        f"of a step that casts in each microbatch {against(ratio(times, 'fpipe', 'cast each time'), reach)}"
+    )
+
+
 def init_single_group() -> bool:
     """Create a process group of this one process, for torch's runtime; whether that worked."""
     try:
@@ -290,6 +313,8 @@ def main() -> None:
     compare("MLP, width 512, 8 rows", mlp(512, 8), 0.92, 1.05, 150 // share, torchs)
     compare("MLP, width 512, 128 rows", mlp(512, 128), 1.00, 1.05, 40 // share, torchs)
     compare("GPT, width 64, T=64, 4 rows", gpt(), 1.05, 1.05, 75 // share, torchs)
+    compare_autocast("MLP, width 512, autocast", mlp(512, 8), 1.00, 75 // share)
+    compare_autocast("GPT, width 64, autocast", gpt(), 1.00, 40 // share)
     measure_op_cost(1000 // share)
     if torchs:
         dist.destroy_process_group()

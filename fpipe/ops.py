@@ -141,6 +141,8 @@ KINDS: dict[str, Kind] = {
     "PAIR": Kind("table", 1),
     "R": Kind("before", 1),
     "SPLIT": Kind("before"),
+    # Stands in the instructions of a step only: `runtimes/lowering/hoists.py`.
+    "HOIST": Kind("before"),
     "RECV": Kind("before", lane="copy"),
     "LOAD": Kind("before", lane="copy"),
     **dict.fromkeys(("ADD", "SCALE", "MERGE", "FREE", "NORM", "UPDATE", "VALIDATE", "UNSCALE"), Kind("after")),

@@ -134,14 +134,14 @@ def record_traces() -> Iterator[list[str]]:
 
 
 @max_examples(4)
-@given(runs(stacks(3)))
-def test_a_step_has_reference_bits_and_predicted_peaks_and_leaks_nothing(run: Run):
-    """With traces and without. After tracing, only the results of a step stay alive. The gradients of two steps are
-    twice those of one; with torch 2.13's scale_grads they are 1.25 to 1.5 times those of one."""
+@given(runs(stacks(3)), st.booleans())
+def test_a_step_has_reference_bits_and_predicted_peaks_and_leaks_nothing(run: Run, hoist: bool):
+    """With traces and without, hoisted or not. After tracing, only the results of a step stay alive. The gradients of
+    two steps are twice those of one; with torch 2.13's scale_grads they are 1.25 to 1.5 times those of one."""
     random, (params, batch) = torch.get_rng_state(), run.inputs
     model, program = run.net.model, run.program
     expected = result_bits(fpipe.reference(model, params, batch, microbatches=run.microbatches))
-    step = fpipe.build(program, model)
+    step = fpipe.build(program, model, hoist=hoist)
     assert result_bits(step(params, batch)) == expected
     with Newborn() as newborn:
         result = step(params, batch)
@@ -150,8 +150,8 @@ def test_a_step_has_reference_bits_and_predicted_peaks_and_leaks_nothing(run: Ru
     assert len(storages(results, tensors((params, batch)))) == len(results)
     assert result_bits(result) == expected
     assert result_bits(fpipe.build(program, model, trace=False)(params, batch)) == expected
-    sizes = fpipe.sizes(program, model, params, batch)
-    assert sizes.peak == fpipe.build(program, model, record=True)(params, batch).timeline.peak
+    sizes = fpipe.sizes(program, model, params, batch, hoist=hoist)
+    assert sizes.peak == fpipe.build(program, model, record=True, hoist=hoist)(params, batch).timeline.peak
     assert sizes.peak == fpipe.simulate(program, fpipe.Costs(bytes=sizes)).peak
     assert bits((params, batch)) == bits(run.inputs)
     assert torch.equal(torch.get_rng_state(), random)

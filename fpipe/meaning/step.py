@@ -79,6 +79,7 @@ class StepOptions:
         loss_scale: factor of the loss's cotangent.
         donate: whether UPDATE may overwrite parameters and optimizer state.
         audit: when a part of a step is run again by its definition and compared.
+        hoist: whether what depends on parameters alone is computed once for all microbatches.
         runs: False for a program that is lowered only to read its sizes or operations.
     """
 
@@ -89,6 +90,7 @@ class StepOptions:
     loss_scale: float = 1.0
     donate: bool = False
     audit: Literal["first", "always", "never"] | int = "never"
+    hoist: bool = True
     runs: bool = True
 
 

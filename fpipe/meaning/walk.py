@@ -114,9 +114,12 @@ def describe_op(op: Op, model: Model) -> str:
 
 
 def refuse_infinite(op: Op, values_written: Iterable[tuple[Value, Any]]) -> None:
-    """Raise FloatingPointError for the first value, other than residuals, with NaN or an infinite number."""
+    """Raise FloatingPointError for the first value with NaN or an infinite number.
+
+    Residuals and hoisted values do not count: a mask may be infinite.
+    """
     for value, pytree in values_written:
-        for leaf in () if value.name in ("res", "wres") else tree.leaves(pytree):
+        for leaf in () if value.name in ("res", "wres", "hoisted") else tree.leaves(pytree):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
                 raise FloatingPointError(f"{op.cell} wrote {value} with NaN or infinite numbers.")
 

@@ -37,7 +37,7 @@ from fpipe.measuring.timeline_costs import (
     with_halves,
 )
 from fpipe.model import Model
-from fpipe.program import Program, Value, require_program
+from fpipe.program import Op, Program, Value, require_program
 from fpipe.runtimes.build import build
 from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.slots import ProcessContext
@@ -281,6 +281,9 @@ class _SizesWithParams:
         if value.name == "params":
             return {value._replace(location=""): self.sizes.size(value)}
         return self.sizes.storages(value)
+
+    def hoisted_values(self, op: Op) -> Sequence[Value]:
+        return self.sizes.hoisted_values(op)
 
     def size(self, value: Value) -> float:
         return self.sizes.size(value)

@@ -30,6 +30,11 @@ from fpipe.timing.memory import Account
 from fpipe.transforms.communicate import with_transfers
 from fpipe.transforms.update import is_post_validated
 
+_Cell = tuple[str, int | None, int | None, int | None]
+"""Kind, stage, microbatch and slice of an op."""
+# In a program of other kinds of op, an op reads what these read together.
+_SAME_READS = {"B": ("I", "W"), "I": ("B",), "W": ("B",), "R": ("F",)}
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -40,6 +45,7 @@ class Sizes:
         peak: for each rank the most bytes that it holds: values from their writer to their last reader, copies of other
             ranks' values from just before their first reader, whether the program has transfers as ops or not.
         storages_by_value: for each value its storages, with the bytes of each.
+        hoisted: for each op, by kind, stage, microbatch and slice, the values of parameters alone that it reads.
         wire_bytes: for each value the bytes of its message.
         in_flight: for each rank the most bytes of messages next to these, with runtime="distributed" over gloo:
             receives that it has posted ahead, and sends that nobody has acknowledged yet.
@@ -55,6 +61,7 @@ class Sizes:
     bytes: Mapping[Value, int]
     peak: tuple[int, ...]
     storages_by_value: Mapping[Value, Storages] = field(default_factory=dict[Value, Storages], repr=False)
+    hoisted: Mapping[_Cell, Sequence[Value]] = field(default_factory=dict[_Cell, Sequence[Value]], repr=False)
     wire_bytes: Mapping[Value, int] = field(default_factory=dict[Value, int], repr=False)
     in_flight: tuple[int, ...] = ()
 
@@ -68,6 +75,13 @@ class Sizes:
     def size(self, value: Value) -> int:
         """Return the bytes of a value's tensors in a message, also of params and batch."""
         return self.wire_bytes[self._original(value)]
+
+    def hoisted_values(self, op: Op) -> Sequence[Value]:
+        """Return the hoisted values that an op reads: they depend on parameters alone, and serve several ops."""
+        if op[:4] in self.hoisted:
+            return self.hoisted[op[:4]]
+        cells = ((kind, *op[1:4]) for kind in _SAME_READS.get(op.kind, ()))
+        return [*dict.fromkeys(value for cell in cells for value in self.hoisted.get(cell, ()))]
 
     def _original(self, value: Value) -> Value:
         """Return the value itself if these sizes know it, else the value that it is a copy of."""
@@ -95,6 +109,7 @@ def sizes(
     runtime: Literal["local", "threads", "distributed"] = "local",
     replicas: int = 1,
     donate: bool = False,
+    hoist: bool = True,
 ) -> Sizes:
     """Compute the bytes that a step would hold, from shapes alone.
 
@@ -109,6 +124,8 @@ def sizes(
             not, as params and batch do not. `params` are whole.
         donate: of a program with an `update`, whether its step overwrites parameters and optimizer state. With
             validate="after" these are kept until all norms are known.
+        hoist: whether what depends on parameters alone is computed once for all microbatches, as of `build`. Such
+            values count in `peak`.
 
     Returns:
         `Sizes`; `build(..., record=True)` counts the same peaks while it runs.
@@ -133,7 +150,7 @@ def sizes(
     try:
         inputs = StepInputs(params, batch, state, example_optim(program, params))
         share = Share(0, check_whole_number("replicas", replicas)) if replicas > 1 else None
-        options = StepOptions(donate=donate and not is_post_validated(program), runs=False)
+        options = StepOptions(donate=donate and not is_post_validated(program), hoist=hoist, runs=False)
         transferred = with_transfers(program)
         transferred = with_results_last(transferred) if runtime == "distributed" else transferred
         lowered = PreparedStep(transferred, model, inputs, UntracedStages(), options, ProcessContext(share=share))
@@ -144,9 +161,12 @@ def sizes(
     # 2. Follow the instructions: each rank holds a value from its writer to its last reader.
     memory_account, message_bytes = Account(program.ranks), dict[Value, int]()
     local_storages: dict[Value, Storages] = {value: {} for value in (*program.writer, *trees)}
+    hoisted_slots = {slot: value for value, slot in lowered.lowered.slots.items() if value[0] == "hoisted"}
+    hoisted: dict[_Cell, Sequence[Value]] = {}
     receipts = _Receipts() if runtime == "distributed" else None
     for instruction in lowered.instructions:
         op = instruction.ops[0]
+        hoisted[op[:4]] = [hoisted_slots[slot] for slot in instruction.reads if slot in hoisted_slots]
         written_storages = {value: storages_by_value[value] for value in instruction.written_values}
         local_storages.update(written_storages)
         if receipts:
@@ -170,7 +190,7 @@ def sizes(
     messages = messages_of(transferred) if receipts else ()
     bytes_by_message = {message.number: message_bytes[message.value] for message in messages}
     in_flight = tuple(peak_bytes_in_flight(transferred, bytes_by_message)) if receipts else ()
-    return Sizes(byte_sizes, tuple(memory_account.peak), local_storages, wire, in_flight)
+    return Sizes(byte_sizes, tuple(memory_account.peak), local_storages, hoisted, wire, in_flight)
 
 
 def _without_unread_leaves(program: Program, lowered: PreparedStep) -> Mapping[Value, AbstractTree]:

@@ -47,6 +47,7 @@ def build(
     donate: bool = False,
     autocast: torch.dtype | None = None,
     audit: AuditSchedule = "first",
+    hoist: bool = True,
 ) -> Step:
     """Build a pure step from a program and a model.
 
@@ -100,6 +101,10 @@ def build(
             "first" does so in the first 3 steps of a signature and every 100th (each 200th .. 3,200th
             of a step so short that it would take more than half a percent of the time), a number n in every n-th,
             "always" in each, "never" in none.
+        hoist: whether each version of the parameters of a stage is cast, transposed and normed once for all
+            microbatches, and whatever else depends on parameters and constants alone is computed then too. It is kept
+            from its first reader to its last, next to the parameters. False computes it in each op that reads it, or
+            hands it from F to B as residuals.
 
     Returns:
         `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`, which changes nothing
@@ -132,7 +137,7 @@ def build(
     # 1. Check the arguments. In processes this runs inside of the runtime, which reports an error to the other ranks.
     def check_arguments() -> Any:
         switches = {"compile": compile, "trace": trace, "record": record, "check_finite": check_finite}
-        for switch, setting in (switches | {"broadcast": broadcast, "donate": donate}).items():
+        for switch, setting in (switches | {"broadcast": broadcast, "donate": donate, "hoist": hoist}).items():
             if not isinstance(setting, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(f"{switch} is True or False; found {setting!r}.")
         if runtime == "threads" and not trace:
@@ -170,7 +175,7 @@ def build(
         return None if example is None else check_example(example)
 
     # 2. Choose what builds the step of a program on this runtime.
-    options = StepOptions(trace, compile, record, check_finite, float(loss_scale), audit=audit)
+    options = StepOptions(trace, compile, record, check_finite, float(loss_scale), audit=audit, hoist=hoist)
     if runtime == "distributed":
         from fpipe.runtimes.processes.distributed import ProcessOptions, build_rank_step
 

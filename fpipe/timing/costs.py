@@ -304,6 +304,11 @@ class Costs:
         """Return the storages of a value, as `storages_of`."""
         return storages_of(self.bytes, value)
 
+    def hoisted_values(self, op: Op) -> Sequence[Value]:
+        """Return the hoisted values that an op reads: they depend on parameters alone, and serve several ops."""
+        hoisted_values = getattr(self.bytes, "hoisted_values", None)
+        return () if hoisted_values is None else hoisted_values(op)
+
 
 # `help` and notebooks show the fields, and not the `__new__` that explains letters.
 _PARAMETERS = [*signature(Costs.__init__).parameters.values()][1:]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from itertools import accumulate, groupby
 from operator import itemgetter
 
-from fpipe.program import Program, Value, kind_of, lane_of, memory_of, parts_of
+from fpipe.program import Op, Program, Value, kind_of, lane_of, memory_of, parts_of
 from fpipe.timing.lanes import OpGroups, Transfer, group_ops
 from fpipe.transforms.shard import forwards_per_microbatch
 
@@ -68,16 +68,24 @@ class Account:
 
 
 def bytes_held(
-    program: Program, storages: Callable[[Value], Mapping[Hashable, int]], starts: list[float], ends: list[float]
+    program: Program,
+    storages: Callable[[Value], Mapping[Hashable, int]],
+    hoisted_values: Callable[[Op], Sequence[Value]],
+    starts: list[float],
+    ends: list[float],
 ) -> tuple[tuple[float, ...], MemoryChanges]:
     """Return the peak bytes of each rank, and their changes over time, of a program whose transfers are ops.
 
     A copy is there from just before its first reader on its rank until after the last. The peak is that of a walk down
-    the list, which a rank's ops follow one by one.
+    the list, which a rank's ops follow one by one. `hoisted_values` are those that an op reads: the first op of a rank
+    that reads such a value computes it.
     """
     parts = [(part, position) for position, op in enumerate(program.ops) for part in op.parts or (op,)]
     output_values = {end.value for end in program.outputs}
-    last_index_by_value = {value: index for index, (op, _) in enumerate(parts) for value in (*op.writes, *op.reads)}
+    hoisted = [[value._replace(location=f"@{op.rank}") for value in hoisted_values(op)] for op, _ in parts]
+    last_index_by_value = {
+        value: index for index, (op, _) in enumerate(parts) for value in (*op.writes, *op.reads, *hoisted[index])
+    }
     dead_by_index: defaultdict[int, list[Value]] = defaultdict(list)
     for value, index in last_index_by_value.items():
         if value not in output_values:
@@ -85,7 +93,8 @@ def bytes_held(
     # What is freed at the end of an op comes after what the op adds, and before the next op: hence the half.
     account, changes = Account(program.ranks), MemoryChanges()
     for index, (op, position) in enumerate(parts):
-        writes = [(value, storages(value)) for value in op.writes]
+        written_values = (*op.writes, *(value for value in hoisted[index] if value not in account.storages))
+        writes = [(value, storages(value)) for value in written_values]
         added, freed = account.record_op(op.rank, writes, dead_by_index.get(index, ()))
         changes += [(starts[position], index, rank, size) for rank, size in added]
         changes += [(ends[position], index + 0.5, rank, -size) for rank, size in freed]

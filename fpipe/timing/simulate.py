@@ -120,7 +120,8 @@ def _simulate_lanes(program: Program, costs: Costs, groups: OpGroups, iterations
     # Memory is that of the first iteration. Bytes count copies that are in transit too, so they need the transfers.
     changes = None
     if costs.bytes is not None:
-        peak, changes = bytes_held(timed_program, costs.storages, timed_rounds[0].starts, timed_rounds[0].ends)
+        starts, ends = timed_rounds[0].starts, timed_rounds[0].ends
+        peak, changes = bytes_held(timed_program, costs.storages, costs.hoisted_values, starts, ends)
         peaks = peak, peak
     else:
         peaks = microbatches_held(program, rounds[0].starts, rounds[0].ends, lambda: rounds[0].transfers, groups)

@@ -1,7 +1,7 @@
 """Generate Python code for a graph: one line an op, each tensor dropped after its last read.
 
-    graph        --> source -->        def forward(ready, x):
-                                           [w], [x_0] = ready, x
+    graph        --> source -->        def forward(hoisted, x):
+                                           [w], [x_0] = hoisted, x
                                            x.clear()
                                            mm = aten_mm(x_0, w); del x_0
                                            return [mm],

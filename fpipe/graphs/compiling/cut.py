@@ -6,7 +6,8 @@
     dx and g    need these beyond F:                                   B       F -> res -> B
 
 Residuals are the tensors that cross a cut. Parameters do not cross it, since each part reads them directly; nor do
-views of parameters, which are made again on the other side, as they cost nothing and hold no memory.
+views of parameters, which cost nothing and hold no memory. With `hoists` nothing that is computed from parameters and
+constants alone crosses it: a step computes that once, for the parts on both sides (`hoist.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fpipe.graphs.compiling.hoist import values_of_params, views_of_params
 from fpipe.graphs.language.graph import Graph, Name, Node, checks_by_direction
 from fpipe.graphs.language.labels import is_cotangent, is_gradient, is_parameter, is_result
 from fpipe.graphs.tracing.random_ops import random_nodes_of
@@ -36,11 +38,13 @@ class Cut:
             of their leaves; others are not computed.
         saved_ops: None to keep all residuals. Otherwise the names of ops whose results F keeps, next to its inputs,
             marked values and random numbers; the backward computes the rest again, layer by layer.
+        hoists: whether values that are computed from parameters alone are no residuals.
     """
 
     graph: Graph
     wanted_cotangents: tuple[tuple[str, tuple[int, ...]], ...]
     saved_ops: tuple[str, ...] | None = None
+    hoists: bool = False
 
     def forward(self, writes: Sequence[str]) -> Graph:
         """Return F or R; `writes` are among y, loss, count, aux, state, carry and res."""
@@ -169,44 +173,16 @@ class Cut:
         labels = [label for label in self.graph.reads if label not in (*self._params, *self._cotangents)]
         return {name for label in labels for name in self.graph.reads[label] if name is not None}
 
+    @cached_property
+    def values_of_params(self) -> set[Name]:
+        """Return the values that parts take from parameters and constants alone, and not from each other."""
+        return values_of_params(self.graph) if self.hoists else views_of_params(self.graph)
+
     def _crossing(self, ops: set[Name], results: Iterable[Name], available: set[Name]) -> list[Name]:
         """Return the values that are `available` before a cut and are read by `ops`, or returned, behind it."""
         read_names = {name for node in self.graph.nodes if node.name in ops for name in node.reads} | {*results}
-        crossing = (read_names & available) - ops - views_of_params(self.graph)
+        crossing = (read_names & available) - ops - self.values_of_params
         return [name for name in (*self.graph.inputs(), *(node.name for node in self.graph.nodes)) if name in crossing]
-
-
-def views_of_params(graph: Graph) -> set[Name]:
-    """Return the views of parameters and buffers, and the views of such views."""
-    params = {name for label in graph.reads if is_parameter(label) for name in graph.reads[label]}
-    storages = {graph.facts[name].storage for name in params if name is not None}
-    views: set[Name] = set()
-    for node in graph.nodes:
-        fact = graph.facts.get(node.name)
-        if fact is not None and fact.storage in storages and {*node.reads} <= params | views:
-            views.add(node.name)
-    return views
-
-
-def split_param_views(graph: Graph) -> tuple[Graph, Graph]:
-    """Split a graph into (views of parameters, the rest): a step makes the views once for all microbatches.
-
-    params, x -> y        -->        params -> ready        ready, x -> y
-    """
-    views = views_of_params(graph)
-    labels = [label for label in graph.reads if is_parameter(label)]
-    other_nodes = [node for node in graph.nodes if node.name not in views]
-    read_names = {name for node in other_nodes for name in node.reads}
-    read_names |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
-    param_names = [name for label in labels for name in graph.reads[label] if name is not None]
-    all_names = [*param_names, *(node.name for node in graph.nodes)]
-    ready = tuple(name for name in all_names if name in read_names & {*param_names, *views})
-    needed = graph.ops_needed_by(ready)
-    nodes = tuple(node for node in graph.nodes if node.name in needed)
-    reads = {label: graph.reads[label] for label in labels}
-    preparation = replace(graph, nodes=nodes, reads=reads, writes={"ready": ready})
-    reads = {label: leaves for label, leaves in graph.reads.items() if label not in labels}
-    return preparation, replace(graph, nodes=tuple(other_nodes), reads={"ready": ready, **reads})
 
 
 def _is_saved(node: Node, saved: Sequence[str]) -> bool:

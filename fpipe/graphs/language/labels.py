@@ -2,6 +2,7 @@
 
     a part reads       params params:1 const    x x:1 carry state target rng    res    dy dy:1 dcarry dloss
     and writes         y y:1 carry state loss count aux res                            g g:1 dx dx:1 dcarry wres
+    or, in a step,     hoisted hoisted:1, which are computed from parameters, in their place
 
 Only this file knows the meaning of each label, and the labels of a program's values.
 """
@@ -19,7 +20,7 @@ GENERATORS = "rng"
 _PARAMETERS = ("params", "const")
 _COTANGENTS = ("dy", "dcarry", "dloss")
 _RESULTS = ("y", "loss", "count", "aux", "state", "carry")
-_KEPT_ALL_STEP = ("ready", *_PARAMETERS, "dloss")
+_KEPT_ALL_STEP = ("hoisted", *_PARAMETERS, "dloss")
 _GRADIENT_OF_INPUT = {"params": "g", "x": "dx", "carry": "dcarry"}
 _INPUT_OF_GRADIENT = {gradient: base for base, gradient in _GRADIENT_OF_INPUT.items()}
 # The base name for a value that a forward or a backward reads; a value without one, such as a weight, no graph reads.
@@ -42,6 +43,11 @@ def label_at(base: str, port: int = 0) -> str:
 def _split_label(label: str) -> tuple[str, int]:
     base, _, port = label.partition(":")
     return base, int(port or 0)
+
+
+def hoisted_label(number: int) -> str:
+    """Return the label of a group of values that are computed from parameters once for many calls."""
+    return label_at("hoisted", number)
 
 
 def port_of(label: str) -> int:

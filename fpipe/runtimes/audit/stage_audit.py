@@ -78,9 +78,12 @@ class StageAudit:
         self.context = replace(prepared.context, key=inputs.key, watch_saved=False)
         # `op[1:4]` are stage, microbatch and slice: these are the ops of one cell, in all their kinds.
         instructions = [i for i in lowered.instructions if i.ops[0][1:4] == forward[1:4] and i.ops[0].kind in "FBIW"]
+        reads = {value for i in instructions for value in i.ops[0].reads}
+        # The HOISTs of the parameters that the ops of the cell read: the ops read only what those compute.
+        instructions += [i for i in lowered.instructions if i.ops[0].kind == "HOIST" and reads & {*i.ops[0].reads}]
         self.instructions: dict[Op, Instruction] = {i.ops[0]: i for i in instructions}
         self.value_by_slot = {slot: name for name, slot in lowered.slots.items()}
-        is_donated, reads = prepared.options.donate, {value for op in self.instructions for value in op.reads}
+        is_donated = prepared.options.donate
         # Begin with the arguments of the step; other values are added as they are read. Donated ones are overwritten.
         self.read_leaves: dict[Value, Leaves] = {}
         for slot, positions in prepared.entrance.inputs:
@@ -97,7 +100,7 @@ class StageAudit:
     def _record(self, instruction: Instruction, run: Callable[..., Any], *operands: Any) -> Any:
         for slot, leaves in zip(instruction.reads, operands, strict=True):
             name = self.value_by_slot[slot]
-            if isinstance(name, Value) and name.name not in ("res", "wres", "const"):
+            if isinstance(name, Value) and name.name not in ("res", "wres", "const", "hoisted"):
                 self.read_leaves[name] = [*leaves] if name.name == "params" else _copy_if_overwritten(name, leaves)
         results = run(*operands)
         # Parameters may be in flight until `run` has waited for them, and be updated in place later.
@@ -105,7 +108,7 @@ class StageAudit:
         self.read_leaves |= {name: [*map(_copy_leaf, self.read_leaves[name])] for name in names if name[0] == "params"}
         self.ops_that_ran.add(instruction.ops[0])
         for value, leaves in zip(instruction.written_values, results, strict=True):
-            if value.name not in ("res", "wres"):
+            if value.name not in ("res", "wres", "hoisted"):
                 self.written_leaves[value] = _copy_if_overwritten(value, leaves)
         return results
 

@@ -132,14 +132,18 @@ _CONTAINERS = frozenset(("F", "R", "SPLIT", "MERGE", "UPDATE"))
 
 
 def infer_shapes(
-    ops: Sequence[Op], context: StepContext, inputs: Mapping[Value, AbstractTree], untraced: UntracedStages
+    ops: Sequence[Op],
+    context: StepContext,
+    inputs: Mapping[Value, AbstractTree],
+    untraced: UntracedStages,
+    hoists: bool,
 ) -> Shapes:
-    """Return all that can be known of a program before it runs.
+    """Return all that can be known of a program before it runs; `hoists` is as of `Cut`.
 
     Raises:
         Untraceable: a shape depends on data.
     """
-    walk = _AbstractWalk(ops, context, inputs, untraced)
+    walk = _AbstractWalk(ops, context, inputs, untraced, hoists)
     for op in ops:
         walk.infer_writes(op)
     walk.cut_remaining()
@@ -150,11 +154,16 @@ class _AbstractWalk:
     """The values, storages, traces and cuts that are known after the ops that it has visited."""
 
     def __init__(
-        self, ops: Sequence[Op], context: StepContext, inputs: Mapping[Value, AbstractTree], untraced: UntracedStages
+        self,
+        ops: Sequence[Op],
+        context: StepContext,
+        inputs: Mapping[Value, AbstractTree],
+        untraced: UntracedStages,
+        hoists: bool,
     ) -> None:
         self._context, self._model, self._untraced, self._fake = context, context.model, untraced, fake_mode()
         self._copies = copies_of(ops, context.moves)
-        self._calls = StageCalls(context, untraced.existing_traces_only)
+        self._calls = StageCalls(context, untraced.existing_traces_only, hoists)
         self._trees, self._dry_runs = {**inputs}, DryRuns(context)
         self._runs: dict[Coordinates, StageRun] = {}
         self._cuts: dict[Coordinates, Cut] = {}

@@ -8,9 +8,8 @@ its memory is free again inside the function, after the last read, and not when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -20,17 +19,18 @@ import torch
 from fpipe import tree
 from fpipe.graphs.compiling.add import add_into_sums, copy_results
 from fpipe.graphs.compiling.code import compile_graph
-from fpipe.graphs.compiling.cut import Cut, split_param_views
+from fpipe.graphs.compiling.cut import Cut
+from fpipe.graphs.compiling.hoist import without_hoisted
 from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.compiling.one_pass_norms import fuse_statistics
 from fpipe.graphs.language.graph import Fact, Graph, Name
-from fpipe.graphs.language.labels import is_parameter
 from fpipe.meaning.by_autograd import StepContext, detach_leaf, scale_cotangent
 from fpipe.meaning.meaning import RULES, sum_gradients
 from fpipe.meaning.purity.ambient import AutocastSettings, autocast_as
 from fpipe.meaning.purity.keys import make_seeder, thread_generator
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_walk import is_list
+from fpipe.runtimes.lowering.hoists import Hoist
 from fpipe.runtimes.lowering.lowered import AbstractTree, Leaves
 
 
@@ -190,8 +190,6 @@ class Recipe(NamedTuple):
         adds: the labels of gradients that it adds to a sum.
         copied: the leaves, by label and index, that it writes into memory of their own.
         overwrites: the indices of state leaves that it may write in place.
-        params_are_received: whether an op, such as a RECV, writes its parameters. They are not there when a step
-            starts, so no views of them are prepared.
         kernels: the flags that choose kernels; None for code that never runs, whose sums are not tried.
         compile: whether inductor compiles it.
     """
@@ -201,28 +199,20 @@ class Recipe(NamedTuple):
     adds: tuple[str, ...]
     copied: tuple[tuple[str, int], ...]
     overwrites: tuple[int, ...]
-    params_are_received: bool
     kernels: Any
     compile: bool
 
 
 class Code(NamedTuple):
-    """A part of a stage as a function, with the function that prepares the views of parameters that it reads.
-
-    Attributes:
-        run, graph: the function, and the graph that it was generated from.
-        prepare, prepare_graph: the same of the preparation, which runs once a step.
-    """
+    """A part of a stage as a function, and the graph that it was generated from."""
 
     run: Callable[..., Any]
     graph: Graph
-    prepare: Callable[..., Any]
-    prepare_graph: Graph
 
 
-def generate_code(cut: Cut, recipe: Recipe, name: str) -> Code:
-    """Generate the code of a part of a stage: cut, fold sums in, split the preparation off, compile."""
-    kind, labels, adds, copied, overwrites, params_are_received, flags, compile = recipe
+def part_of_cut(cut: Cut, recipe: Recipe) -> Graph:
+    """Return a part of a stage's graph, with the sums that it adds its gradients to."""
+    kind, labels, adds, copied, overwrites, flags, compile = recipe
     # 1. The part of the graph.
     if kind == "F":
         graph = cut.forward(labels)
@@ -234,30 +224,10 @@ def generate_code(cut: Cut, recipe: Recipe, name: str) -> Code:
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
     # 2. First gradients of sums get memory of their own, and further ones are added to the sums.
     graph = copy_results(graph, copied) if copied else graph
-    graph = add_into_sums(graph, adds, flags, exact=not compile) if adds else graph
-    # 3. Views of parameters, such as transposed weights, are made once a step, if the parameters are there by then.
-    preparation, remainder = (_without_unread_params(graph),) * 2 if params_are_received else split_param_views(graph)
-    run = Kernel(remainder, name) if compile and remainder.nodes else compile_graph(remainder, name[0])
-    if params_are_received:
-        return Code(run, remainder, run, remainder)
-    prepare = compile_graph(preparation, "prepare") if preparation.nodes else _selection_of(preparation)
-    return Code(run, remainder, prepare, preparation)
+    return add_into_sums(graph, adds, flags, exact=not compile) if adds else graph
 
 
-def _without_unread_params(graph: Graph) -> Graph:
-    """Read None for each parameter that no op of the graph reads, so that it need not be received."""
-    read_names = {name for node in graph.nodes for name in node.reads}
-    read_names |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
-    reads = {
-        label: tuple(name if name in read_names else None for name in leaves) if is_parameter(label) else leaves
-        for label, leaves in graph.reads.items()
-    }
-    return replace(graph, reads=reads)
-
-
-def _selection_of(graph: Graph) -> Callable[..., Sequence[list[Any]]]:
-    """Return the function of a graph without ops, which selects some of the leaves that it reads."""
-    # (which list, which leaf of it) for each name that the graph reads
-    indices_by_name = {name: (k, i) for k, leaves in enumerate(graph.reads.values()) for i, name in enumerate(leaves)}
-    indices = [indices_by_name[name] for name in graph.writes["ready"]]
-    return lambda *lists: ([lists[k][i] for k, i in indices],)
+def generate_code(part: Graph, values: Collection[Name], hoist: Hoist | None, compile: bool, name: str) -> Code:
+    """Generate the code of a part of a stage, which reads hoisted values in place of parameters."""
+    graph = without_hoisted(part, values, hoist.groups if hoist else ())
+    return Code(Kernel(graph, name) if compile and graph.nodes else compile_graph(graph, name[0]), graph)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.language.graph import Aval, Fact, Graph
-from fpipe.graphs.language.labels import GENERATORS, label_of, reads_by_label, total_of
+from fpipe.graphs.language.labels import GENERATORS, hoisted_label, label_of, reads_by_label, total_of
 from fpipe.graphs.tracing.collective_stage import CollectiveStage
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.meaning import make_cast, make_rounding
@@ -30,6 +30,7 @@ from fpipe.meaning.step import StepOptions
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.lowering.abstract_walk import infer_shapes
 from fpipe.runtimes.lowering.folds import Folds, find_folds
+from fpipe.runtimes.lowering.hoists import Hoist, find_hoists
 from fpipe.runtimes.lowering.in_place import Overwritten, find_overwritten, make_update
 from fpipe.runtimes.lowering.instructions import (
     Code,
@@ -41,6 +42,7 @@ from fpipe.runtimes.lowering.instructions import (
     generate_code,
     make_split,
     make_unflatten,
+    part_of_cut,
     receive_locally,
     run_rule,
     send_locally,
@@ -59,8 +61,8 @@ from fpipe.runtimes.lowering.stage_calls import (
 )
 from fpipe.runtimes.lowering.untraced_stages import norm_of_partial, partial_gradients, under_autograd
 
-# Slots of prepared views and of the loss's cotangent serve all microbatches: no instruction empties their lists.
-_KEPT_ALL_STEP = ("ready", "weight")
+# These serve many microbatches, so that code does not empty their lists; the last reader of hoisted values does.
+_KEPT_ALL_STEP = ("hoisted", KEY[0], "weight")
 
 
 def lower(
@@ -87,7 +89,7 @@ def lower(
     refuse_unknown_rows(program, context.model)
     with building():
         # 1. Shapes and memory of every value; stages are traced and cut on the way.
-        shapes = infer_shapes(ops, context, inputs, untraced)
+        shapes = infer_shapes(ops, context, inputs, untraced, options.hoist)
         # 2. Memory that no instruction may write: arguments (unless donated), constants of stages, and the loss's
         #    cotangent, which all microbatches of one weight share.
         leaves = chain.from_iterable(abstract.leaves for abstract in inputs.values())
@@ -105,7 +107,7 @@ def lower(
 
 
 class _NamedInstruction(NamedTuple):
-    """An instruction that still names its slots: by values, constants and prepared views."""
+    """An instruction that still names its slots: by values and constants."""
 
     run: Callable[..., Any]
     reads: Sequence[Any]
@@ -129,12 +131,11 @@ class _Lowering:
     ) -> None:
         self.ops, self.shapes, self.folds = ops, shapes, folds
         self.external_storages, self.compile = external_storages, options.compile
-        self.trees, self.overwritten = overwritten.trees, overwritten
+        self.trees, self.overwritten = {**overwritten.trees}, overwritten
         self.written_params = {value for op in ops for value in op.writes if value.name == "params"}
         self.transferred = {*self.written_params, *shapes.copies.source_by_copy}
         self.kernels, self.casts = kernel_settings() if options.runs else None, autocast_settings()
         self.constants: dict[Any, Leaves] = {}
-        self.prepare: dict[Any, tuple[Callable[..., Any], Sequence[Any]]] = {}
         self.first_drawing_stage: int | None = None
         self.to_compile: dict[Op, Kernel] = {}
         self.parts: dict[Op, Graph] = {}
@@ -149,18 +150,31 @@ class _Lowering:
         self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.written_params - fully_read}
 
     def assemble(self, program: Program, inputs: Mapping[Value, AbstractTree]) -> Lowered:
-        unnumbered = [
-            self.instruction_of(position, op)
+        # 1. The part of its stage's graph that each op runs, and what the parts compute from parameters alone.
+        recipes = {
+            position: self.recipe_of(position, op)
             for position, op in enumerate(self.ops)
-            if position not in self.folds.folded
-        ]
+            if op.kind in "FRBIW" and not self.shapes.is_untraced(op)
+        }
+        parts = {position: self.part_of(position, recipe) for position, recipe in recipes.items()}
+        hoists, hoists_by_first_reader = find_hoists(self.ops, self.shapes.cuts, parts)
+        # 2. The instructions, a HOIST before its first reader.
+        unnumbered = list[_NamedInstruction]()
+        for position, op in enumerate(self.ops):
+            if position in hoists_by_first_reader:
+                unnumbered.append(self.hoist_instruction(hoists_by_first_reader[position]))
+            if position in parts:
+                hoist = hoists.get(position)
+                unnumbered.append(self.graph_instruction(position, recipes[position], parts[position], hoist))
+            elif position not in self.folds.folded:
+                unnumbered.append(self.instruction_of(position, op))
+        # 3. The numbers of slots.
         written_names = dict.fromkeys(chain.from_iterable(instruction.written_values for instruction in unnumbered))
-        prepare_reads = chain.from_iterable(reads for _, reads in self.prepare.values())
         instruction_reads = chain.from_iterable(instruction.reads for instruction in unnumbered)
         input_values = (program_input.value for program_input in program.inputs)
         # Names that no instruction writes come first: they are full when the first one starts. Then what instructions
         # write, in their order, so that appending to the slots puts each result where its readers look.
-        names = dict.fromkeys(chain(input_values, self.constants, self.prepare, prepare_reads, instruction_reads))
+        names = dict.fromkeys(chain(input_values, self.constants, instruction_reads))
         slots = {
             name: slot
             for slot, name in enumerate((*(name for name in names if name not in written_names), *written_names))
@@ -172,7 +186,6 @@ class _Lowering:
         return Lowered(
             slots=slots,
             constants={slots[name]: leaves for name, leaves in self.constants.items()},
-            prepare=[(run, slots_of(reads), slots[name]) for name, (run, reads) in self.prepare.items()],
             instructions=[
                 Instruction(run, slots_of(reads), shared, slots_of(written_names), ops, written_names, dead)
                 for run, reads, shared, ops, written_names, dead in unnumbered
@@ -205,8 +218,6 @@ class _Lowering:
             allowed = self.unconstrained, self.partial_gradients
             run = partial(under_autograd, op, *trees, *allowed, self.shapes.context, self.casts)
             return self.named_instruction(position, run, (*op.reads, *keyed), op.writes)
-        if op.kind in ("F", "R", "B", "I", "W"):
-            return self.graph_instruction(position, op)
         run = self.rule_of(position, op)
         if op.kind == "NORM" and not self.partial_gradients.isdisjoint(op.reads):
             run = norm_of_partial(run, op.reads, self.trees, self.partial_gradients)
@@ -219,21 +230,38 @@ class _Lowering:
         reads: Sequence[Any],
         writes: Sequence[Value],
         extra: Sequence[Op] = (),
+        dead_hoisted: Sequence[Value] = (),
     ) -> _NamedInstruction:
-        dead = self.folds.dead.get(position, ())
+        dead = (*self.folds.dead.get(position, ()), *dead_hoisted)
         # The last reader of a list empties it. Earlier readers empty a copy of the list, not of its tensors.
         shared = tuple(k for k, name in enumerate(reads) if name not in dead and name[0] not in _KEPT_ALL_STEP)
         return _NamedInstruction(run, reads, shared, (self.ops[position], *extra), tuple(writes), dead)
 
-    def graph_instruction(self, position: int, op: Op) -> _NamedInstruction:
+    def part_of(self, position: int, recipe: Recipe) -> Graph:
+        """Return the part of its stage's graph that an op runs; ops with one cut and recipe share it."""
+        cut = self.shapes.cuts[self.ops[position][1:4]]
+        return cut.graph.compute_once((cut, recipe), lambda: part_of_cut(cut, recipe))
+
+    def hoist_instruction(self, hoist: Hoist) -> _NamedInstruction:
+        """Return the instruction that computes the hoisted values of a version of parameters."""
+        op = hoist.op
+        self.trees |= dict(hoist.trees(self.trees))
+        for value, leaf_names in zip(op.reads, hoist.graph.reads.values(), strict=True):
+            if value in self.read_leaves:
+                self.read_leaves[value].update(k for k, name in enumerate(leaf_names) if name is not None)
+        return _NamedInstruction(hoist.run, op.reads, (), (op,), op.writes, ())
+
+    def graph_instruction(self, position: int, recipe: Recipe, part: Graph, hoist: Hoist | None) -> _NamedInstruction:
         """Return the instruction that runs a part of a stage's graph.
 
         The graph reads and writes labels, such as "x" and "y". Here each label gets its value of this microbatch.
         """
-        cut, recipe = self.shapes.cuts[op[1:4]], self.recipe_of(position, op)
-        # 1. The code. Ops with one cut and recipe, such as the microbatches of a stage, share it.
-        code = cut.graph.compute_once(
-            (cut, recipe), lambda: generate_code(cut, recipe, f"{op.kind} of stage {op.stage}")
+        op = self.ops[position]
+        cut, groups = self.shapes.cuts[op[1:4]], hoist and hoist.groups
+        # 1. The code. Ops with one part and equal groups of hoisted values, such as most microbatches, share it.
+        code = part.compute_once(
+            (cut, groups),
+            lambda: generate_code(part, cut.values_of_params, hoist, self.compile, f"{op.kind} of stage {op.stage}"),
         )
         graph = code.graph
         self.parts[op] = graph
@@ -242,33 +270,27 @@ class _Lowering:
         # 2. What it reads and writes. A folded ADD reads and writes the label of its sum.
         adds = self.folds.sums.adds.get(position, {})
         add_by_label = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
-        read_by_label = self.names_of_reads(op, code, recipe)
+        read_by_label = self.names_of_reads(op, code, hoist)
         read_by_label |= {label: add.reads[0] for label, add in add_by_label.items()}
         written_by_label = {label_of(value): value for value in self.folds.direct_writes(position)}
         written_by_label |= {label: add.writes[0] for label, add in add_by_label.items()}
         reads = [read_by_label[label] for label in graph.reads]
-        for value, leaf_names in zip(reads, graph.reads.values(), strict=True):
-            if value in self.read_leaves:
-                self.read_leaves[value].update(k for k, name in enumerate(leaf_names) if name is not None)
-        # 3. What goes around the code: inputs that it computes from what it reads, and dropped parameters.
-        run = self.code_with_computed_inputs(op, code)
-        if recipe.params_are_received:
-            run, reads = self.code_with_dropped_params(position, run, reads)
+        # 3. What goes around the code: inputs that it computes from what it reads, and the lists that it drops.
+        dead_hoisted = [*hoist.values_read_last(position)] if hoist else []
+        run, reads = self.code_with_drops(position, self.code_with_computed_inputs(op, code), reads, dead_hoisted)
         writes = [written_by_label[label] for label in graph.writes]
-        return self.named_instruction(position, run, reads, writes, [*add_by_label.values()])
+        return self.named_instruction(position, run, reads, writes, [*add_by_label.values()], dead_hoisted)
 
-    def names_of_reads(self, op: Op, code: Code, recipe: Recipe) -> dict[str, Any]:
+    def names_of_reads(self, op: Op, code: Code, hoist: Hoist | None) -> dict[str, Any]:
         """Return the name of a slot for each label that the graph of an op reads, except its sums."""
         name_by_label: dict[str, Any] = {**reads_by_label(op)}
         if "dloss" in code.graph.reads:
             scale = _loss_scale_of(op)
             name_by_label["dloss"] = self.weight_constant(op) if scale is None else scale
-        if recipe.params_are_received:
-            name_by_label["const"] = Value("const", op.stage)
         if GENERATORS in code.graph.reads:
             name_by_label[GENERATORS] = KEY
-        if "ready" in code.graph.reads:
-            name_by_label["ready"] = self.prepared_views(op, code)
+        if hoist:
+            name_by_label |= {hoisted_label(value.port): value for value in hoist.op.writes}
         return name_by_label
 
     def code_with_computed_inputs(self, op: Op, code: Code) -> Callable[..., Any]:
@@ -284,18 +306,18 @@ class _Lowering:
             run = with_generators(run, labels.index(GENERATORS), devices, coordinates, step)
         return run
 
-    def code_with_dropped_params(
-        self, position: int, run: Callable[..., Any], reads: Sequence[Any]
-    ) -> tuple[Callable[..., Any], list[Any]]:
-        """Return an op's code that empties the parameters that it is the last to read, and all that it then reads."""
-        # Code empties the lists that it reads, but not those of parameters: a step's arguments are read all step long.
-        # Those that a RECV, a GATHER or an UPDATE writes would stay in memory until the step ends, so their last reader
-        # drops them. This may be an op whose graph reads none of their leaves: then it reads them only to drop them.
-        last_reads = {*self.folds.dead.get(position, ())}
-        only_dropped = (last_reads & self.written_params) - {*reads}
-        all_reads = [*reads, *(value for value in self.ops[position].reads if value in only_dropped)]
-        dropped = [k for k, value in enumerate(all_reads) if value in last_reads & self.transferred]
-        return with_drops(run, len(reads), dropped) if dropped else run, all_reads
+    def code_with_drops(
+        self, position: int, run: Callable[..., Any], reads: Sequence[Any], dead_hoisted: Sequence[Value]
+    ) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """Return an op's code that empties the lists that code keeps and that it is the last to read, and its reads."""
+        # Code does not empty lists that serve many calls. Those of a step's arguments are read all step long; those of
+        # hoisted values, and of parameters that a RECV, a GATHER or an UPDATE writes, are dropped by their last reader.
+        # Code reads hoisted values in place of parameters: it reads these only to drop them.
+        dead = {*self.folds.dead.get(position, ())}
+        dead_params = [value for value in self.ops[position].reads if value in dead & self.written_params]
+        all_reads, dropped_values = [*reads, *dead_params], dead & self.transferred | {*dead_hoisted}
+        dropped = [k for k, value in enumerate(all_reads) if value in dropped_values]
+        return (with_drops(run, len(reads), dropped), all_reads) if dropped else (run, reads)
 
     def recipe_of(self, position: int, op: Op) -> Recipe:
         copied_leaves = self.folds.sums.copied
@@ -305,22 +327,9 @@ class _Lowering:
             adds=tuple(map(label_of, self.folds.sums.adds.get(position, {}))),
             copied=tuple((label_of(value), index) for value in op.writes for index in copied_leaves.get(value, ())),
             overwrites=self.folds.overwrites.get(position, ()),
-            params_are_received=any(value in self.written_params for value in op.reads),
             kernels=self.kernels,
             compile=self.compile,
         )
-
-    def prepared_views(self, op: Op, code: Code) -> Any:
-        """Return the slot name of the views of parameters that code reads, which a step makes once."""
-        # A backward reads the parameters of its forward, and a copy of them on its rank is as good: take the original,
-        # so that all ops of a stage share one set of views.
-        source_by_copy, forward = self.shapes.copies.source_by_copy, self.shapes.runs[op[1:4]].residual_op
-        value_by_label = {**reads_by_label(forward)} | {"const": Value("const", op.stage)}
-        values = [value_by_label[label] for label in code.prepare_graph.reads]
-        values = [source_by_copy.get(value, value) for value in values]
-        name = ("ready", code.prepare, *values)
-        self.prepare.setdefault(name, (code.prepare, values))
-        return name
 
     def weight_constant(self, op: Op) -> Any:
         """Return the slot name of the loss's cotangent, a constant for each weight of a microbatch."""

@@ -16,7 +16,7 @@ from fpipe.meaning.purity.write_guard import is_dense
 from fpipe.program import Op, Value
 
 Leaves = list[Any]
-KEY = ("ready", "key")  # the name of the slot of a step's key
+KEY = ("seed", "key")  # the name of the slot of a step's key
 
 
 class AbstractTree(NamedTuple):
@@ -103,8 +103,6 @@ class Lowered:
     Attributes:
         slots: the slot of each value; slots that no instruction writes come first.
         constants: the content of slots that is the same in each step.
-        prepare: functions that a step calls first, once for all microbatches: they make views of parameters. Each with
-            the slots that it reads and the slot that it fills.
         instructions: the instructions, in the order of the program.
         trees: the abstract tree of every value.
         external_storages: storages of the caller, and of constants that stages hold.
@@ -119,7 +117,6 @@ class Lowered:
 
     slots: Mapping[Any, int]
     constants: Mapping[int, Leaves]
-    prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
     instructions: Sequence[Instruction]
     trees: Mapping[Value, AbstractTree]
     external_storages: frozenset[int]

@@ -163,7 +163,6 @@ class Entrance:
         drawing_stage: the name of a stage that draws, for errors.
         key_watch: warns if two steps draw with one key.
         params: the indices of the parameters among the leaves of all arguments.
-        prepare: functions that make views of parameters, with the slots they read and the slot they fill.
     """
 
     start: Slots
@@ -175,7 +174,6 @@ class Entrance:
     drawing_stage: Any
     key_watch: KeyWatch
     params: Sequence[int]
-    prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
 
     def fill(self, leaves: Sequence[Any], key: Keys) -> Slots:
         """Return the slots of a step, filled for its first instruction."""
@@ -197,8 +195,6 @@ class Entrance:
             slots[slot] = [*map(local_shard, leaves_of())]
         for slot, home in self.homes:
             slots[slot] = [bring_batch_leaf(leaf, home) for leaf in slots[slot]]
-        for function, reads, slot in self.prepare:
-            slots[slot] = function(*[slots[k] for k in reads])[0]
         return slots
 
 
@@ -224,7 +220,6 @@ def build_entrance(
         params=[
             index for value, indices in inputs.leaf_indices.items() if value.name in PARAMETERS for index in indices
         ],
-        prepare=lowered.prepare,
     )
 
 

@@ -49,10 +49,10 @@ class StageRun(NamedTuple):
 
 
 class StageCalls:
-    """The calls of a model's stages, with their outlines, graphs and cuts."""
+    """The calls of a model's stages, with their outlines, graphs and cuts; `hoists` is as of `Cut`."""
 
-    def __init__(self, context: StepContext, existing_traces_only: bool) -> None:
-        self.context, self.model = context, context.model
+    def __init__(self, context: StepContext, existing_traces_only: bool, hoists: bool) -> None:
+        self.context, self.model, self.hoists = context, context.model, hoists
         self.traces = Traces(self.model, existing_traces_only)
         self._canonical_call: dict[StageCall, StageCall] = {}
 
@@ -141,7 +141,8 @@ class StageCalls:
         return self.traces.graph_with_loss(call, {**cotangents}, run.loss, self.loss_aval(run))
 
     def _cut(self, stage: int, graph: Graph, wanted_cotangents: Any, saved: Any) -> Cut:
-        return graph.compute_once(("cut", wanted_cotangents, saved), lambda: Cut(graph, wanted_cotangents, saved))
+        key = wanted_cotangents, saved, self.hoists
+        return graph.compute_once(("cut", *key), lambda: Cut(graph, *key))
 
 
 def _output_labels(outline: Outline) -> list[str]:

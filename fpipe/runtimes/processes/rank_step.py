@@ -165,13 +165,12 @@ class RankStep(PreparedStep):
         self.part = part_of_rank(self.instructions, self.model, rank, *transfer_functions, with_lanes, self.lanes)
         rows = zip(self.part.rows, self.part.instructions, strict=True)
         self._sends = [row for row, instruction in rows if instruction.ops[0].kind == "SEND"]
-        # 3. Keep of the step's entrance and exit what this rank reads and returns.
-        prepare = [preparation for preparation in self.entrance.prepare if preparation[2] in self.part.local_slots]
-        self.entrance, self.exit = replace(self.entrance, prepare=prepare), self._local_exit(self.exit)
+        # 3. Keep of the step's inputs and results what this rank reads and returns.
+        self.exit = self._local_exit(self.exit)
         result_slots = {leaf.slot for leaf in self.exit.leaves if isinstance(leaf, ResultLeaf)}
         local_slots = self.part.local_slots
         self._handed_out = [(slot, local_slots[slot]) for slot in result_slots if slot in local_slots]
-        read_slots = {*self.part.initial_slots, *(slot for _, slots, _ in prepare for slot in slots)}
+        read_slots = {*self.part.initial_slots}
         value_by_slot = {slot: value for value, slot in self.lowered.slots.items()}
         inputs_by_slot = [(slot, positions) for slot, positions in self.entrance.inputs if slot in read_slots]
         self._read_inputs = [(value_by_slot[slot], positions) for slot, positions in inputs_by_slot]

@@ -1,0 +1,191 @@
+"""What depends on parameters alone is computed once for all microbatches, with the bits of a plain loop."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fpipe
+from fpipe.meaning.single_device.result import Result
+from tests.processes import Processes
+from tests.test_data_parallel import by_hand, meshed, started
+from tests.test_distributed import MSE
+from tests.test_shard import differing_names
+from tests.test_update import differences
+
+MICROBATCHES, WIDTH = 4, 6
+
+
+class Einsum(nn.Module):
+    """Multiply by a weight whose transpose an einsum copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH // 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,hdi->bhd", x, self.weight).flatten(1).tanh()
+
+
+class LowRank(nn.Module):
+    """Add a product of two small matrices to a frozen weight, as LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+        self.up, self.down = nn.Parameter(torch.randn(WIDTH, 2)), nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.frozen + self.up @ self.down)
+
+
+class Masked(nn.Module):
+    """Draw a mask, fill it from a parameter, and add a constant that depends on nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(self.scale.exp().expand(len(x), -1), 0.5, self.training)
+        return x * dropped + torch.arange(WIDTH).sin()
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "weight_norm": lambda: weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "einsum": Einsum,
+    "low rank": LowRank,
+    "masked": Masked,
+}
+
+
+def net_of(layer: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (LAYERS[layer]() if index % 2 == 0 else nn.Tanh() for index in range(7))
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+
+
+def batch_of(rows: int = 4 * MICROBATCHES) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, 1, generator=generator)
+
+
+def program_of(model: fpipe.Model, schedule: str = "zb_h1", *parts: fpipe.Transform) -> fpipe.Program:
+    chained = fpipe.split(MICROBATCHES), fpipe.schedules.get(schedule)(2), fpipe.merge(outputs=False), *parts
+    return fpipe.chain(*chained)(fpipe.program(model))
+
+
+def backward_in_a_loop(net: nn.Module, batch: tuple[Tensor, Tensor], dtype: torch.dtype | None) -> Tensor:
+    """Add up the gradients of each microbatch in `.grad`, as a plain training loop does; return the loss."""
+    losses = list[Tensor]()
+    net.zero_grad()
+    for x, target in zip(*(half.tensor_split(MICROBATCHES) for half in batch), strict=True):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            losses.append(MSE(net(x), target) / MICROBATCHES)
+        losses[-1].backward()
+    return sum(losses[1:], losses[0]).detach()
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts the casts of each tensor, by its address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count_by_address = Counter[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.count_by_address[args[0].data_ptr()] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layer", [name for name in LAYERS if name != "masked"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "checkpointed"])
+@pytest.mark.parametrize("hoist", [True, False])
+def test_a_hoisted_step_has_the_bits_of_a_plain_loop(hoist: bool, schedule: str, layer: str, dtype: torch.dtype | None):
+    net, batch = net_of(layer), batch_of()
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    name, parts = ("one_f_one_b", [fpipe.checkpoint()]) if schedule == "checkpointed" else (schedule, [])
+    result = fpipe.build(program_of(model, name, *parts), model, autocast=dtype, hoist=hoist)(params, batch)
+    assert torch.equal(result.loss, backward_in_a_loop(net, batch, dtype))
+    grads = fpipe.join_params(model, result.grads)
+    for path, parameter in net.named_parameters():
+        assert not parameter.requires_grad or torch.equal(grads[path], parameter.grad)
+
+
+def test_masks_are_drawn_for_each_microbatch():
+    """A mask is drawn in memory that depends on nothing, and filled from a parameter."""
+    model, params, _ = fpipe.from_sequential(net_of("masked"), stages=2, loss=MSE)
+    program = program_of(model)
+    traced, untraced = (fpipe.build(program, model, trace=trace)(params, batch_of(), key=3) for trace in (True, False))
+    assert torch.equal(traced.loss, untraced.loss)
+    pairs = zip(fpipe.tree.leaves(traced.grads), fpipe.tree.leaves(untraced.grads), strict=True)
+    assert all(torch.equal(grad, expected) for grad, expected in pairs)
+
+
+@pytest.mark.parametrize("hoist", [True, False])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_autocast_casts_each_weight_once_a_step(schedule: str, hoist: bool):
+    model, params, _ = fpipe.from_sequential(net_of("linear"), stages=2, loss=MSE)
+    step = fpipe.build(program_of(model, schedule), model, autocast=torch.bfloat16, hoist=hoist, audit="never")
+    step(params, batch_of())
+    with CastCounter() as counter:
+        step(params, batch_of())
+    counts = [counter.count_by_address[leaf.data_ptr()] for leaf in fpipe.tree.leaves(params)]
+    assert counts == [1 if hoist else MICROBATCHES] * len(counts)
+
+
+@pytest.mark.parametrize("runtime", ["local", "threads"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_each_version_of_the_parameters_is_cast_once(runtime: Any, donate: bool):
+    # Two training steps in one program: the second reads what the UPDATE of the first has written.
+    net, results = net_of("weight_norm"), list[Result]()
+    for hoist in (True, False):
+        model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+        program = program_of(model, "zb_h1", fpipe.update("SGD"), fpipe.steps(2))
+        step = fpipe.build(program, model, runtime=runtime, donate=donate, autocast=torch.bfloat16, hoist=hoist)
+        results.append(step(params, [batch_of(), batch_of()], opt=fpipe.optimizer_state(program, params), lr=0.1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+    for _ in range(2):
+        backward_in_a_loop(net, batch_of(), torch.bfloat16)
+        optimizer.step()
+    for result in results:
+        assert differences(net, optimizer, result) == []
+
+
+@pytest.mark.parametrize("hoist", [True, False])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
+def test_sizes_count_what_is_kept(schedule: str, layer: str, hoist: bool):
+    model, params, _ = fpipe.from_sequential(net_of(layer), stages=2, loss=MSE)
+    program, batch = program_of(model, schedule), batch_of()
+    step = fpipe.build(program, model, autocast=torch.bfloat16, hoist=hoist, record=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        sizes = fpipe.sizes(program, model, params, batch, hoist=hoist)
+    assert step(params, batch, key=3).timeline.peak == tuple(map(float, sizes.peak))
+
+
+def gradients_that_differ(rank: int, gather: str) -> list[str]:
+    """Name the gathered gradients that differ from a plain loop over the rows of both replicas."""
+    _, replica, _ = meshed()
+    net, batches = net_of("weight_norm"), [tuple(half.chunk(2)[index] for half in batch_of(32)) for index in range(2)]
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    program = fpipe.shard(gather=gather)(program_of(model))  # type: ignore[arg-type]
+    step, shards = started(model, params, program, batches[replica], autocast=torch.bfloat16)
+    net.forward = torch.autocast("cpu", torch.bfloat16)(net.forward)  # type: ignore[method-assign]
+    return differing_names(step(shards, batches[replica]).grads, by_hand(net, batches, MICROBATCHES)[1])
+
+
+@pytest.mark.parametrize("gather", ["step", "use"])
+def test_gathered_parameters_are_cast_as_whole_ones(four: Processes, gather: str):
+    assert four.run(gradients_that_differ, gather) == [[]] * 4
