@@ -61,6 +61,7 @@ class Masked(nn.Module):
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "tied": lambda: nn.Linear(WIDTH, WIDTH),
     "weight_norm": lambda: weight_norm(nn.Linear(WIDTH, WIDTH)),
     "einsum": Einsum,
     "low rank": LowRank,
@@ -70,7 +71,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 def net_of(layer: str) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = (LAYERS[layer]() if index % 2 == 0 else nn.Tanh() for index in range(7))
+    layers = [LAYERS[layer]() if index % 2 == 0 else nn.Tanh() for index in range(7)]
+    if layer == "tied":
+        layers[4].weight = layers[0].weight
     return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
 
 
@@ -109,7 +112,7 @@ class CastCounter(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layer", [name for name in LAYERS if name != "masked"])
+@pytest.mark.parametrize("layer", [name for name in LAYERS if name not in ("masked", "tied")])
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "checkpointed"])
 @pytest.mark.parametrize("hoist", [True, False])
 def test_a_hoisted_step_has_the_bits_of_a_plain_loop(hoist: bool, schedule: str, layer: str, dtype: torch.dtype | None):
@@ -123,11 +126,12 @@ def test_a_hoisted_step_has_the_bits_of_a_plain_loop(hoist: bool, schedule: str,
         assert not parameter.requires_grad or torch.equal(grads[path], parameter.grad)
 
 
-def test_masks_are_drawn_for_each_microbatch():
-    """A mask is drawn in memory that depends on nothing, and filled from a parameter."""
-    model, params, _ = fpipe.from_sequential(net_of("masked"), stages=2, loss=MSE)
-    program = program_of(model)
-    traced, untraced = (fpipe.build(program, model, trace=trace)(params, batch_of(), key=3) for trace in (True, False))
+@pytest.mark.parametrize("layer", ["masked", "tied"])
+def test_a_hoisted_step_has_the_bits_of_a_step_without_traces(layer: str):
+    """A mask is drawn in memory that depends on nothing; two stages cast one weight and add up its gradients."""
+    model, params, _ = fpipe.from_sequential(net_of(layer), stages=2, loss=MSE)
+    steps = [fpipe.build(program_of(model), model, trace=trace, autocast=torch.bfloat16) for trace in (True, False)]
+    traced, untraced = (step(params, batch_of(), key=3) for step in steps)
     assert torch.equal(traced.loss, untraced.loss)
     pairs = zip(fpipe.tree.leaves(traced.grads), fpipe.tree.leaves(untraced.grads), strict=True)
     assert all(torch.equal(grad, expected) for grad, expected in pairs)
@@ -143,6 +147,45 @@ def test_autocast_casts_each_weight_once_a_step(schedule: str, hoist: bool):
         step(params, batch_of())
     counts = [counter.count_by_address[leaf.data_ptr()] for leaf in fpipe.tree.leaves(params)]
     assert counts == [1 if hoist else MICROBATCHES] * len(counts)
+
+
+def test_a_cast_weight_is_no_residual():
+    model, params, _ = fpipe.from_sequential(net_of("linear"), stages=2, loss=MSE)
+    program = program_of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        bytes_of = [fpipe.sizes(program, model, params, batch_of(), hoist=hoist).bytes for hoist in (True, False)]
+    hoisted, computed = (sizes[fpipe.Value("res", 1, 0)] for sizes in bytes_of)
+    # Three linear layers of the second stage, of which the last has one row.
+    assert computed - hoisted == (2 * WIDTH * WIDTH + WIDTH) * torch.bfloat16.itemsize
+
+
+def test_a_check_of_a_parameter_still_raises():
+    def stage(params: Tensor, x: Tensor) -> Tensor:
+        torch._assert_async((params > 0).all())
+        return x * params.exp()
+
+    model = fpipe.from_functions([stage], loss=MSE)
+    step = fpipe.build(fpipe.program(model), model)
+    batch = torch.ones(2), torch.ones(2)
+    assert step((torch.ones(2),), batch).loss > 0
+    with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value"):
+        step((-torch.ones(2),), batch)
+
+
+def test_compiled_stages_read_casts_of_a_step():
+    model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(WIDTH, 1)), stages=1, loss=MSE)
+    program = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))(fpipe.program(model))
+    steps = [
+        fpipe.build(program, model, compile=compile, autocast=torch.bfloat16, audit="never")
+        for compile in (True, False)
+    ]
+    compiled, plain = (step(params, batch_of()) for step in steps)
+    pairs = zip(fpipe.tree.leaves(compiled.grads), fpipe.tree.leaves(plain.grads), strict=True)
+    for grad, expected in pairs:
+        torch.testing.assert_close(grad, expected, rtol=0.02, atol=0.02)
+    with CastCounter() as counter:
+        steps[0](params, batch_of())
+    assert [counter.count_by_address[leaf.data_ptr()] for leaf in fpipe.tree.leaves(params)] == [1, 1]
 
 
 @pytest.mark.parametrize("runtime", ["local", "threads"])
