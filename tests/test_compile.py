@@ -19,6 +19,7 @@ from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.language.graph import Graph, Name, Node, aval_of_tensor, fact_in_own_storage
 from fpipe.tree import leaves
 from tests.processes import Processes
+from tests.test_hoist import CastCounter
 
 MSE = nn.functional.mse_loss
 pytestmark = [
@@ -157,6 +158,22 @@ def random_graph(op: object, *numbers: float) -> Graph:
     x, y, rng = Name("x_0"), Name("y_0"), Name("rng_cpu")
     facts = dict.fromkeys((x, y), fact_in_own_storage(aval_of_tensor(torch.ones(2, 2))))
     return Graph((Node(y, op, (x, *numbers), {"generator": rng}),), facts, {}, {"x": (x,), "rng": (rng,)}, {"y": (y,)})
+
+
+def test_compiled_stages_read_casts_of_a_step():
+    model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(8, 8)), stages=1, loss=MSE)
+    program = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))(fpipe.program(model))
+    steps = [
+        fpipe.build(program, model, compile=compile, autocast=torch.bfloat16, audit="never")
+        for compile in (True, False)
+    ]
+    compiled, plain = (step(params, ROWS) for step in steps)
+    pairs = zip(leaves(compiled.grads), leaves(plain.grads), strict=True)
+    for grad, expected in pairs:
+        torch.testing.assert_close(grad, expected, rtol=0.02, atol=0.02)
+    with CastCounter() as counter:
+        steps[0](params, ROWS)
+    assert [counter.count_by_address[leaf.data_ptr()] for leaf in leaves(params)] == [1, 1]
 
 
 def test_random_numbers_that_depend_on_computed_values_are_not_compiled():

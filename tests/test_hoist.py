@@ -172,22 +172,6 @@ def test_a_check_of_a_parameter_still_raises():
         step((-torch.ones(2),), batch)
 
 
-def test_compiled_stages_read_casts_of_a_step():
-    model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(WIDTH, 1)), stages=1, loss=MSE)
-    program = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))(fpipe.program(model))
-    steps = [
-        fpipe.build(program, model, compile=compile, autocast=torch.bfloat16, audit="never")
-        for compile in (True, False)
-    ]
-    compiled, plain = (step(params, batch_of()) for step in steps)
-    pairs = zip(fpipe.tree.leaves(compiled.grads), fpipe.tree.leaves(plain.grads), strict=True)
-    for grad, expected in pairs:
-        torch.testing.assert_close(grad, expected, rtol=0.02, atol=0.02)
-    with CastCounter() as counter:
-        steps[0](params, batch_of())
-    assert [counter.count_by_address[leaf.data_ptr()] for leaf in fpipe.tree.leaves(params)] == [1, 1]
-
-
 @pytest.mark.parametrize("runtime", ["local", "threads"])
 @pytest.mark.parametrize("donate", [True, False])
 def test_each_version_of_the_parameters_is_cast_once(runtime: Any, donate: bool):
