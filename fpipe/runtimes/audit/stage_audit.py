@@ -21,6 +21,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact
 from fpipe.meaning.meaning import RULES, sum_gradients
+from fpipe.meaning.purity.ambient import autocast_settings
 from fpipe.meaning.purity.attributes import AttributeSnapshot, modules_of
 from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.meaning.step import StepInputs
@@ -177,13 +178,15 @@ class StageAudit:
 
     def _find_differences(self, definition: Mapping[Value, Leaves]) -> Iterator[tuple[str, bool]]:
         """Describe each leaf that differs, and say whether rounding may explain it."""
+        # Under autocast a gradient in float32 has been rounded to the dtype of autocast on its way.
+        autocast_eps = max((torch.finfo(dtype).eps for _, dtype, _ in autocast_settings()), default=0.0)
         for value, expected in definition.items():
             for index, (actual, defined) in enumerate(zip_longest(self.written_leaves[value], expected)):
                 if _are_same_shape(actual, defined):
                     if not _same_bits(actual, defined):
                         error, eps = _largest_error(actual, defined), 0.0
                         if _has_numbers(actual):
-                            eps = torch.finfo(actual.dtype).eps
+                            eps = max(torch.finfo(actual.dtype).eps, autocast_eps)
                         magnitudes = [_largest_magnitude(leaf) for leaf in expected if _has_numbers(leaf)]
                         # Sums in another order differ by far less than sqrt(eps) of the largest number.
                         scale = max(magnitudes, default=0.0)
