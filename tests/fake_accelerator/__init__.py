@@ -5,6 +5,7 @@ device.cpp, its headers        --> built -->        a library        --> known -
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,7 +66,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.ops = torch.ops.fake_accelerator
-        self.number = self.ops.new_graph()
+        self.number, self.calls = self.ops.new_graph(), list[Any]()
 
     # As of CUDA, the device has the graph's memory until the last reference to it is gone.
     def __del__(self) -> None:
@@ -72,12 +74,20 @@ class Graph:
 
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         self.ops.capture_begin(self.number, 0 if pool is None else pool[0], capture_error_mode)
+        CAPTURING.append(self)
 
     def capture_end(self) -> None:
+        if self in CAPTURING:
+            CAPTURING.remove(self)
         self.ops.capture_end(self.number)
 
     def replay(self) -> None:
-        self.ops.replay(self.number)
+        try:
+            self.ops.replay(self.number)
+        except RuntimeError:
+            if CALL_ERRORS:
+                raise CALL_ERRORS.pop() from None
+            raise
 
     def reset(self) -> None:
         self.ops.reset_graph(self.number)
@@ -87,6 +97,25 @@ class Graph:
 
     def register_generator_state(self, generator: torch.Generator) -> None:
         self.ops.register_generator(self.number, generator)
+
+
+CAPTURING, CALL_ERRORS = list[Graph](), list[BaseException]()
+
+
+def capture_call(function: Callable[[], object]) -> None:
+    """Add a call to the graph that the current stream captures; each replay calls it at its place."""
+
+    @ctypes.CFUNCTYPE(ctypes.c_int)
+    def call() -> int:
+        try:
+            function()
+        except BaseException as error:
+            CALL_ERRORS.append(error)
+        return len(CALL_ERRORS)
+
+    # The library has its address only.
+    CAPTURING[-1].calls.append(call)
+    torch.ops.fake_accelerator.capture_call(ctypes.cast(call, ctypes.c_void_p).value)
 
 
 def reports_of(run: Callable[[], object]) -> list[str]:

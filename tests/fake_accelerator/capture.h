@@ -27,6 +27,7 @@ struct Work {
   double seconds;
   std::vector<Use> uses;
   std::function<void()> run;
+  bool calls_python = false;
 };
 
 // A step of a graph: work, or an event that is recorded or waited for, by its index.

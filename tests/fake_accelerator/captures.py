@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -29,12 +30,17 @@ def captured(graph: Any, stream: torch.Stream | None = None, **options: Any) -> 
     """Capture the body on another stream, which waits for the current one, and that for it."""
     stream = stream or torch.Stream(DEVICE)
     stream.wait_stream(current_stream())
-    with stream:
-        graph.capture_begin(**options)
-        try:
-            yield stream
-        finally:
-            graph.capture_end()
+    # Garbage of other tests has graphs, which may not be deleted during a capture.
+    gc.disable()
+    try:
+        with stream:
+            graph.capture_begin(**options)
+            try:
+                yield stream
+            finally:
+                graph.capture_end()
+    finally:
+        gc.enable()
     current_stream().wait_stream(stream)
 
 

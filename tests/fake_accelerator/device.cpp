@@ -122,6 +122,16 @@ void delete_graph(int64_t graph) {
 void capture_begin(int64_t graph, int64_t pool, std::string mode) {
   graphs.at(graph)->capture_begin(current, state_of(default_generator(current)), pool ? pool : new_pool(), mode);
 }
+// Add a call of the host to the graph of the current stream, as cudaLaunchHostFunc; it returns whether it failed.
+void capture_call(int64_t address) {
+  Locked held(checker().lock);
+  auto stream = agent_on(current);
+  auto* capture = capture_of(stream);
+  TORCH_CHECK(capture, "fake: a call of the host is added to a stream that is not captured.");
+  auto* function = reinterpret_cast<int (*)()>(address);
+  auto run = [function] { TORCH_CHECK(!function(), "fake: a call of the host failed in a replay."); };
+  capture->add(stream, {"host call", 0, {}, run, true});
+}
 bool is_capturing() {
   Locked held(checker().lock);
   return capture_of(agent_on(current));
@@ -152,6 +162,7 @@ TORCH_LIBRARY(fake_accelerator, m) {
   m.def("replay(int graph) -> ()", [](int64_t graph) { graphs.at(graph)->replay(); });
   m.def("reset_graph(int graph) -> ()", [](int64_t graph) { graphs.at(graph)->reset(); });
   m.def("pool_of(int graph) -> int", [](int64_t graph) { return graphs.at(graph)->pool; });
+  m.def("capture_call(int address) -> ()", &capture_call);
   m.def("is_capturing() -> bool", &is_capturing);
   m.def("register_generator(int graph, Generator? generator) -> ()",
         [](int64_t graph, std::optional<at::Generator> generator) {

@@ -50,7 +50,7 @@ class Graph {
     }
   }
   void replay() {
-    Locked held(checker().lock);
+    std::unique_lock held(checker().lock);
     TORCH_CHECK(!capture && pool, "fake: this graph has nothing to replay; capture it first.");
     auto stream = agent_on(device);
     if (auto* capture = capture_for_work(stream, "replay"))
@@ -80,7 +80,10 @@ class Graph {
       if (!node.work.run) continue;
       checker().queue(node.agent, node.work.seconds, now);
       for (const auto& use : node.work.uses) checker().access(node.agent, use, node.work.name, replays);
+      // Python may wait for another thread of it, which may use the device.
+      if (node.work.calls_python) held.unlock();
       node.work.run();
+      if (node.work.calls_python) held.lock();
     }
     for (auto agent : agents) {
       checker().record(agent, end);

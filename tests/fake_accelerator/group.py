@@ -8,7 +8,8 @@ order, whatever their tags. The group neither keeps what it is handed nor tells 
 that is the caller's work.
 
 Bytes travel by gloo. As ops on the fake device compute at once, `wait` first brings what is to be there by then, which
-is no wait of the host's as the checker sees it.
+is no wait of the host's as the checker sees it. In a capture, both that and the start of the work are calls of the
+graph, so each replay sends and receives again.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import ctypes
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import takewhile
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.fake_accelerator import CAPTURING, Graph, capture_call
 
 NAME = "ordered"
 
@@ -34,10 +39,11 @@ def copy_unchecked(address: int, host: Tensor) -> None:
 
 
 class Communicator:
-    """A stream with its queue of work that has not arrived."""
+    """A stream with its queue of work that has not arrived, and the queue of each capture."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream, self.queue = torch.Stream(device), deque[QueuedWork]()
+        self.captured_queues = WeakKeyDictionary[Graph, deque[QueuedWork]]()
 
 
 class QueuedWork:
@@ -52,20 +58,38 @@ class QueuedWork:
     def __init__(
         self,
         communicator: Communicator,
-        transport: Any,
-        is_ready: Callable[[], bool],
+        start: Callable[[], tuple[Any, Callable[[], bool]]],
         outputs: Sequence[Tensor],
         host_outputs: list[Tensor],
     ) -> None:
-        self.communicator, self.transport = communicator, transport
-        self.is_ready, self.host_outputs = is_ready, host_outputs
+        self.communicator, self.start_transport, self.host_outputs = communicator, start, host_outputs
         self.destinations = [(StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr()) for tensor in outputs]
-        self.end_event, self.has_arrived = communicator.stream.record_event(), False
-        communicator.queue.append(self)
+        self.transport, self.has_arrived = None, False
+        with communicator.stream:
+            self.is_captured = torch.get_device_module("fake").is_current_stream_capturing()
+            self.run_at_replay(self.start)
+        self.end_event = communicator.stream.record_event()
+        self.queue = communicator.queue
+        if self.is_captured:
+            self.queue = communicator.captured_queues.setdefault(CAPTURING[-1], deque())
+        self.queue.append(self)
+
+    def run_at_replay(self, function: Callable[[], object]) -> None:
+        """Call a function now, or in each replay of the graph that is being captured."""
+        capture_call(function) if self.is_captured else function()
+
+    def start(self) -> None:
+        # A replay reuses the memory from which its predecessor may still be sending.
+        if self.transport is not None and not self.has_arrived:
+            self.transport.wait()
+        self.has_arrived = False
+        self.transport, self.is_ready = self.start_transport()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.arrive()
-        torch.accelerator.current_stream(self.communicator.stream.device).wait_event(self.end_event)
+        stream = torch.accelerator.current_stream(self.communicator.stream.device)
+        with stream:
+            self.arrive()
+        stream.wait_event(self.end_event)
         if timeout is not None:
             QueuedWork.host_waits += 1
             self.end_event.synchronize()
@@ -73,16 +97,23 @@ class QueuedWork:
 
     def arrive(self) -> None:
         """Let all work arrive up to and including this one, in the order of the queue."""
-        while not self.has_arrived:
-            work = self.communicator.queue.popleft()
-            work.transport.wait()
-            for (storage, address), host in zip(work.destinations, work.host_outputs, strict=True):
-                if not storage.expired():
-                    copy_unchecked(address, host)
-            work.has_arrived = True
+        while self in self.queue:
+            work = self.queue.popleft()
+            self.run_at_replay(work.finish)
+
+    def finish(self) -> None:
+        """Wait for the transport, and put its bytes where they belong."""
+        self.transport.wait()
+        for (storage, address), host in zip(self.destinations, self.host_outputs, strict=True):
+            # A graph keeps the memory of its pool.
+            if self.is_captured or not storage.expired():
+                copy_unchecked(address, host)
+        self.has_arrived = True
 
     def is_completed(self) -> bool:
-        earlier = list(takewhile(lambda work: work is not self, self.communicator.queue))
+        if self.is_captured:
+            return self.end_event.query()
+        earlier = list(takewhile(lambda work: work is not self, self.queue))
         if not self.has_arrived and all(work.is_ready() for work in (*earlier, self)):
             self.arrive()
         return self.has_arrived and self.end_event.query()
@@ -187,15 +218,14 @@ class OrderedGroup(dist.ProcessGroup):
         return None
 
     def _transfer(self, source: int, target: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> QueuedWork:
-        """Queue a send or a receive, and mark in the store that this side has reached it."""
-        self._transfer_counts[source, target] += 1
-        number = self._transfer_counts[source, target]
-        sides = ("to", "from") if outputs else ("from", "to")
-        local_key, peer_key = (f"{source}>{target} {number} {side}" for side in sides)
-        self._store.set(local_key, "")
+        """Queue a send or a receive, whose start marks in the store that this side has reached it."""
 
         def start(host_inputs: list[Tensor], host_outputs: list[Tensor]) -> Any:
-            sends = bool(host_inputs)
+            self._transfer_counts[source, target] += 1
+            number, sends = self._transfer_counts[source, target], bool(host_inputs)
+            sides = ("from", "to") if sends else ("to", "from")
+            local_key, peer_key = (f"{source}>{target} {number} {side}" for side in sides)
+            self._store.set(local_key, "")
             work = (
                 self._gloo.send(host_inputs, target, number) if sends else self._gloo.recv(host_outputs, source, number)
             )
@@ -219,8 +249,7 @@ class OrderedGroup(dist.ProcessGroup):
             for tensor in outputs:
                 tensor.zero_()
         host_outputs = [torch.empty_like(tensor, device="cpu") for tensor in outputs]
-        transport, is_ready = start(host_inputs, host_outputs)
-        return QueuedWork(communicator, transport, is_ready, outputs, host_outputs)
+        return QueuedWork(communicator, partial(start, host_inputs, host_outputs), outputs, host_outputs)
 
 
 def register() -> None:
