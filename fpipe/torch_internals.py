@@ -56,6 +56,14 @@ def scale_each(tensors: list[Tensor], numbers: list[float]) -> Sequence[Tensor]:
     return _TORCH._foreach_mul(tensors, numbers)
 
 
+def silence_capture_warning(optimizer: torch.optim.Optimizer) -> None:
+    """Keep a capturable optimizer from warning that it steps outside of a capture, as it does before the first one.
+
+    (2.13: `_warned_capturable_if_run_uncaptured`)
+    """
+    optimizer.__dict__["_warned_capturable_if_run_uncaptured"] = True
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd tracks a tensor as a view of another (2.13: `_is_view`)."""
     return tensor._is_view()

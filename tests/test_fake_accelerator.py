@@ -14,6 +14,7 @@ import pytest
 
 import fpipe
 from tests.fake_accelerator import COMPILER
+from tests.fake_accelerator.graph_scenarios import GRAPH_SCENARIOS
 from tests.fake_accelerator.mutations import Wait, find_waits, without_wait
 from tests.fake_accelerator.process_scenarios import PROCESS_SCENARIOS
 from tests.fake_accelerator.processes import processes_with_device
@@ -39,10 +40,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def run_scenario(rank: int, name: str) -> list[str]:
-    return SCENARIOS[name]()
+    return (SCENARIOS | GRAPH_SCENARIOS)[name]()
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", SCENARIOS | GRAPH_SCENARIOS)
 def test_every_read_waits_for_its_write(processes: Processes, name: str):
     assert processes.run(run_scenario, name) == [[]]
 
@@ -66,7 +67,7 @@ def test_every_read_of_two_processes_waits_for_its_write(pair: Processes, name: 
 def first_report(rank: int, wait: Wait) -> str | None:
     """Return the first scenario that reports something when a wait is taken out of the runtime."""
     with without_wait(wait):
-        for name, scenario in SCENARIOS.items():
+        for name, scenario in (GRAPH_SCENARIOS if wait.of_graphs else SCENARIOS).items():
             try:
                 reports = scenario()
             except RuntimeError as error:

@@ -46,14 +46,17 @@ models/cutting <- root meaning/purity timing torch_private graphs/language graph
 runtimes/lowering <- root meaning/purity meaning/optimizers meaning/single_device meaning torch_private
     graphs/language graphs/tracing graphs/compiling
 runtimes/faults <- root meaning/purity torch_private graphs/language runtimes/lowering
+runtimes/capture <- root meaning/purity meaning/optimizers meaning/single_device meaning graphs/language
+    runtimes/lowering
 runtimes/audit <- root meaning/purity meaning/single_device meaning verification graphs/language runtimes/lowering
 runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning graphs/language
-    graphs/tracing runtimes/lowering runtimes/audit
+    graphs/tracing runtimes/lowering runtimes/capture runtimes/audit
 models <- root meaning/purity timing meaning/single_device meaning torch_private graphs/tracing
     models/parameters models/modules models/exporting models/cutting
 runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning torch_private
     graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults runtimes/audit
-runtimes <- root meaning/optimizers transforms meaning runtimes/audit runtimes/in_process runtimes/processes
+runtimes <- root meaning/optimizers transforms meaning runtimes/capture runtimes/audit runtimes/in_process
+    runtimes/processes
 measuring <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning graphs/language
     runtimes/lowering runtimes/processes runtimes
 planning <- root transforms timing schedules finding measuring

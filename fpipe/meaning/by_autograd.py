@@ -62,6 +62,7 @@ class StepContext:
         per_step: the number of microbatches of a training step, if a program has several steps.
         slices: the number of slices of each microbatch.
         overwrites: whether a step that runs has overwritten parameters.
+        capturable: whether updates leave their numbers on the device, as torch.optim's do with capturable=True.
     """
 
     model: Model
@@ -79,6 +80,7 @@ class StepContext:
     per_step: int | None = None
     slices: int = 1
     overwrites: bool = False
+    capturable: bool = False
 
     @property
     def all_rows(self) -> int:

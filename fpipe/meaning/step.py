@@ -80,6 +80,7 @@ class StepOptions:
         donate: whether UPDATE may overwrite parameters and optimizer state.
         audit: when a part of a step is run again by its definition and compared.
         hoist: whether what depends on parameters alone is computed once for all microbatches.
+        graph: whether the whole step is captured as one graph of the device.
         runs: False for a program that is lowered only to read its sizes or operations.
     """
 
@@ -91,6 +92,7 @@ class StepOptions:
     donate: bool = False
     audit: Literal["first", "always", "never"] | int = "never"
     hoist: bool = True
+    graph: bool = False
     runs: bool = True
 
 

@@ -30,7 +30,10 @@ def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
     params, dense_grads, states = ([column[index] for index in indices] for column in (leaves, grads, leaf_states))
     settings = update.of([names[index] for index in indices])
     numbers = map(args_by_name.get, ("norm", "lr", "valid"))
-    params, states = update_leaves(update, settings, [False] * len(indices), params, dense_grads, states, *numbers)
+    overwrites = [False] * len(indices)
+    params, states = update_leaves(
+        update, settings, overwrites, context.capturable, params, dense_grads, states, *numbers
+    )
     for index, param, state in zip(indices, params, states, strict=True):
         leaves[index], leaf_states[index] = param.requires_grad_(leaves[index].requires_grad), state
     return [tree.unflatten(spec, leaves), tree.unflatten(spec, leaf_states)]
@@ -50,6 +53,7 @@ def update_leaves(
     update: UpdateSettings,
     settings: Sequence[RuleSettings],
     may_overwrite: Sequence[bool],
+    capturable: bool,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[State],
@@ -58,6 +62,8 @@ def update_leaves(
     valid: Tensor | None,
 ) -> tuple[list[Tensor], list[State]]:
     """Return the next parameters and states of leaves that have gradients; the former ones if not `valid`."""
+    if capturable:
+        return _update_on_device(update, settings, may_overwrite, params, grads, states, norm, lr, valid)
     if valid is not None and not bool(valid):
         kept_params = [
             param.detach() if overwrites else param.detach().clone()
@@ -67,12 +73,50 @@ def update_leaves(
         return kept_params, [
             state if overwrites else {name: leaf.clone() for name, leaf in state.items()} for state, overwrites in pairs
         ]
+    grads = _grads_of_rule(update, params, grads, norm)
+    return apply_rule(update.rule, settings, params, grads, states, as_number_by_name(lr), may_overwrite)
+
+
+def _update_on_device(
+    update: UpdateSettings,
+    settings: Sequence[RuleSettings],
+    may_overwrite: Sequence[bool],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    norm: Tensor | None,
+    lr: Tensor | Mapping[str, Tensor] | None,
+    valid: Tensor | None,
+) -> tuple[list[Tensor], list[State]]:
+    """Update leaves as `update_leaves` does, without a number that the host reads."""
+    grads, numbers = _grads_of_rule(update, params, grads, norm), lr if isinstance(lr, Mapping) else {"lr": lr}
+    # Which leaves to keep is known on the device alone: compute the next ones in any case, then choose.
+    overwrites = may_overwrite if valid is None else [False] * len(params)
+    pairs = apply_rule(update.rule, settings, params, grads, states, numbers, overwrites, capturable=True)
+    if valid is None:
+        return pairs
+
+    def choose(new: Tensor, former: Tensor, overwrites: bool) -> Tensor:
+        chosen = torch.where(valid.to(new.device), new, former.detach())
+        return former.detach().copy_(chosen) if overwrites else chosen
+
+    new_params, new_states = pairs
+    rows = [*zip(new_states, states, may_overwrite, strict=True)]
+    return [*map(choose, new_params, params, may_overwrite)], [
+        {name: choose(leaf, state[name], overwrites) for name, leaf in new_state.items()}
+        for new_state, state, overwrites in rows
+    ]
+
+
+def _grads_of_rule(
+    update: UpdateSettings, params: Sequence[Tensor], grads: Sequence[Tensor], norm: Tensor | None
+) -> list[Tensor]:
+    """Return gradients as a rule reads them: clipped, in the layout and the dtype of their parameters."""
     if norm is not None and update.clip is not None:
         clip_factor = _clip_factor(update.clip, norm)
         grads = [grad * clip_factor.to(grad.device) for grad in grads]
     # What is scattered to shards is contiguous; else a gradient has the strides of its parameter since its backward.
-    grads = [with_layout_of(param, grad).to(param.dtype) for grad, param in zip(grads, params, strict=True)]
-    return apply_rule(update.rule, settings, params, grads, states, as_number_by_name(lr), may_overwrite)
+    return [with_layout_of(param, grad).to(param.dtype) for grad, param in zip(grads, params, strict=True)]
 
 
 # The norms of a stage travel in one vector for each dtype, together with the indices of their leaves in the net. The op

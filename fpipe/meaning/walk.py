@@ -71,6 +71,7 @@ def walk(
         context = make_context(program, model, inputs.params, sizes)
         watch_saved, loss_scale = recorded is not None, options.loss_scale
         context = replace(context, watch_saved=watch_saved, loss_scale=loss_scale, key=inputs.key, moves=moves)
+        context.capturable = options.graph
         values = bind_inputs(program, model, inputs)
         for value, home in homes.items():
             check_at_home(value, tree.leaves(values[value]), home)

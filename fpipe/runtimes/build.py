@@ -48,6 +48,7 @@ def build(
     autocast: torch.dtype | None = None,
     audit: AuditSchedule = "first",
     hoist: bool = True,
+    graph: bool = False,
 ) -> Step:
     """Build a pure step from a program and a model.
 
@@ -105,6 +106,11 @@ def build(
             microbatches, and whatever else depends on parameters and constants alone is computed then too. It is kept
             from its first reader to its last, next to the parameters. False computes it in each op that reads it, or
             hands it from F to B as residuals.
+        graph: of runtime="local" on an accelerator, whether the whole step is captured as one graph of the device, once
+            for each signature behind two steps without it. Later steps copy the batch in, replay the graph and copy the
+            results out. Parameters, state and optimizer state that come at the same address are read where they are,
+            and others are copied in; with `donate` they are updated in place. Rules of torch.optim run with
+            capturable=True, and lr is a 0-d tensor on the device. Audited steps run without the graph.
 
     Returns:
         `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`, which changes nothing
@@ -114,7 +120,8 @@ def build(
     Raises:
         RuntimeError: of compile=True, inductor cannot compile a stage; why.
         ValueError: the program is not one of this model, the example is not what a step takes, the runtime or
-            check_batch is not known, a switch is no bool, the loss scale or the timeout is no number above 0, or
+            check_batch is not known, a switch is no bool, graph=True
+            comes with an option that looks at single ops, the loss scale or the timeout is no number above 0, or
             autocast is to no half precision. Of runtime="distributed" also: there is no group of that size, a stage can
             neither be traced nor run on zeros, or the ranks are about to do different things. Its step raises one too
             where ranks were handed different batches, or replicas different parameters or learning rates.
@@ -137,9 +144,15 @@ def build(
     # 1. Check the arguments. In processes this runs inside of the runtime, which reports an error to the other ranks.
     def check_arguments() -> Any:
         switches = {"compile": compile, "trace": trace, "record": record, "check_finite": check_finite}
-        for switch, setting in (switches | {"broadcast": broadcast, "donate": donate, "hoist": hoist}).items():
+        for switch, setting in (
+            switches | {"broadcast": broadcast, "donate": donate, "hoist": hoist, "graph": graph}
+        ).items():
             if not isinstance(setting, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(f"{switch} is True or False; found {setting!r}.")
+        if graph:
+            from fpipe.runtimes.capture.refusals import refuse_graph_options
+
+            refuse_graph_options(runtime, trace=trace, record=record, check_finite=check_finite)
         if runtime == "threads" and not trace:
             raise ValueError("threads need traces: say runtime='local' with trace=False.")
         if compile and not trace:
@@ -175,7 +188,9 @@ def build(
         return None if example is None else check_example(example)
 
     # 2. Choose what builds the step of a program on this runtime.
-    options = StepOptions(trace, compile, record, check_finite, float(loss_scale), audit=audit, hoist=hoist)
+    options = StepOptions(
+        trace, compile, record, check_finite, float(loss_scale), audit=audit, hoist=hoist, graph=graph
+    )
     if runtime == "distributed":
         from fpipe.runtimes.processes.distributed import ProcessOptions, build_rank_step
 

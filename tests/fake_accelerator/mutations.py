@@ -24,8 +24,6 @@ OF_PROCESSES = (*WAITS, "wait", "wait_for", "wait_on")
 OF_GRAPHS = (*WAITS, "register_generator_state", "seed", "copy_")
 UNSEEN = ("CombinedWork.wait", "ExchangeLane._wait_for_launched", "Replicas._free_finished")
 """Functions that wait for what gloo carries alone, for a loss behind an exchange, or to let go of memory."""
-UNSEEN_CALLS = (("GraphStream.capture", "synchronize"),)
-"""Waits that only let the allocator give back memory."""
 ROOT = Path(fpipe.__file__).parent
 
 
@@ -59,7 +57,6 @@ def find_waits() -> list[Wait]:
             removable_waits += [
                 Wait(str(path.relative_to(ROOT)), name, call, calls[:index].count(call))
                 for index, call in enumerate(calls)
-                if (name, call) not in UNSEEN_CALLS
             ]
     return removable_waits
 

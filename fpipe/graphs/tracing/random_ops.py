@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fpipe.graphs.language.graph import Graph, Name, Node
 from fpipe.graphs.language.labels import GENERATORS
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.keys import TORCH_CPU_GENERATOR, torch_generators, with_seed
+from fpipe.meaning.purity.keys import TORCH_CPU_GENERATOR, lock_torch_generators, torch_generators, with_seed
 from fpipe.torch_internals import OpOverload, schema_arguments
 from fpipe.torch_private.dispatch import without_modes
 
@@ -232,11 +232,21 @@ class GeneratorAdapter:
     def __call__(self, *args: Any, generator: torch.Generator, **kwargs: Any) -> Any:
         """Call the op while torch's generator has the state of this one, and advance this one."""
         device = generator.device
-        torch_generator = (
-            TORCH_CPU_GENERATOR if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        )
+        if device.type != "cpu":
+            return self._call_on_accelerator(torch.get_device_module(device), generator, *args, **kwargs)
         with with_seed(0, ""):
-            torch_generator.set_state(generator.get_state())
+            TORCH_CPU_GENERATOR.set_state(generator.get_state())
             result = self.op(*args, **kwargs)
-            generator.set_state(torch_generator.get_state())
+            generator.set_state(TORCH_CPU_GENERATOR.get_state())
         return result
+
+    def _call_on_accelerator(self, module: Any, generator: torch.Generator, *args: Any, **kwargs: Any) -> Any:
+        # There torch's generator can share the state of another. A graph that is captured cannot copy a state.
+        torch_generator = module.default_generators[generator.device.index or 0]
+        with lock_torch_generators():
+            torch_state = torch_generator.graphsafe_get_state()
+            torch_generator.graphsafe_set_state(generator)
+            try:
+                return self.op(*args, **kwargs)
+            finally:
+                torch_generator.graphsafe_set_state(torch_state)

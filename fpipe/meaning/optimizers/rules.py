@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from fpipe.meaning.optimizers.rule_names import RULES, SETTINGS, TORCH_RULES, check_rule
-from fpipe.torch_internals import version_of
+from fpipe.torch_internals import silence_capture_warning, version_of
 
 RuleSettings = tuple[tuple[str, Any], ...]
-Numbers = Mapping[str, float | None]
-"""The learning rate of a step as `lr`, and others of its numbers by name."""
+Numbers = Mapping[str, float | Tensor | None]
+"""The learning rate of a step as `lr`, and others of its numbers by name; tensors in a rule that is captured."""
 State = dict[str, Tensor]
 Apply = Callable[..., tuple[Tensor, State]]
 Initial = Callable[[Tensor], State]
@@ -115,14 +115,23 @@ def apply_rule(
     states: Sequence[State],
     numbers: Numbers,
     may_overwrite: Sequence[bool],
+    capturable: bool = False,
 ) -> tuple[list[Tensor], list[State]]:
-    """Return the next parameters and states of leaves, each stepped under its settings."""
+    """Return the next parameters and states of leaves, each stepped under its settings.
+
+    If `capturable`, numbers are 0-d tensors on the device, nothing is read from there, and leaves that the rule may
+    overwrite end in the memory where they were.
+    """
+    settings = [as_capturable(rule, group_settings) for group_settings in settings] if capturable else settings
     leaves = zip(params, grads, states, settings, may_overwrite, strict=True)
     if rule in RULES:
         pairs = [
             _apply_registered(rule, param, grad, state, with_numbers(group_settings, numbers))
             for param, grad, state, group_settings, _ in leaves
         ]
+        if capturable:
+            former = zip(params, states, may_overwrite, strict=True)
+            pairs = [_write_back(*pair, *leaf) for pair, leaf in zip(pairs, former, strict=True)]
         return [param for param, _ in pairs], [state for _, state in pairs]
     if not params:
         return [], []
@@ -132,7 +141,7 @@ def apply_rule(
     for param, grad, state, _, overwrites in leaves:
         new_params.append(param.detach() if overwrites else param.detach().clone())
         new_params[-1].grad = grad
-        if rule in _RULES_WITH_INITIAL_STATE or (STEP in state and state[STEP].item()):
+        if capturable or rule in _RULES_WITH_INITIAL_STATE or (STEP in state and state[STEP].item()):
             leaf_state = {name: leaf for name, leaf in state.items() if name != STEP or rule not in RULES_WITHOUT_STEP}
             copied = leaf_state if overwrites else {name: leaf.clone() for name, leaf in leaf_state.items()}
             optimizer.state[new_params[-1]] = copied
@@ -142,10 +151,14 @@ def apply_rule(
             param for param, leaf_settings in zip(new_params, settings, strict=True) if leaf_settings == group_settings
         ]
         group |= with_numbers(group_settings, numbers)
+        # SGD reads a rate on the host, unless a gradient of the rate is wanted: then it multiplies by it.
+        if capturable and rule == "SGD" and isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].detach().requires_grad_()
     try:
         optimizer.step()
         return new_params, [
-            _next_state(optimizer.state[param], state) for param, state in zip(new_params, states, strict=True)
+            _next_state(optimizer.state[param], state, capturable and overwrites)
+            for param, state, overwrites in zip(new_params, states, may_overwrite, strict=True)
         ]
     finally:
         # 3. Empty it: the instance lives as long as the thread, and would keep this step's tensors.
@@ -179,9 +192,21 @@ def _apply_registered(
     return new_param, new_state
 
 
-def _next_state(new_state: Mapping[str, Any], former_state: State) -> State:
+def _next_state(new_state: Mapping[str, Any], former_state: State, overwrites: bool) -> State:
     """Return the state that an optimizer has left; `step` is counted here for a rule that does not count steps."""
-    return {name: new_state[name] if name in new_state else leaf + 1 for name, leaf in former_state.items()}
+    return {
+        name: new_state[name] if name in new_state else leaf.add_(1) if overwrites else leaf + 1
+        for name, leaf in former_state.items()
+    }
+
+
+def _write_back(
+    new_param: Tensor, new_state: State, param: Tensor, state: State, overwrites: bool
+) -> tuple[Tensor, State]:
+    """Return a parameter and its state in the memory of the former ones, if the rule may overwrite these."""
+    if not overwrites:
+        return new_param, new_state
+    return param.detach().copy_(new_param), {name: leaf.copy_(new_state[name]) for name, leaf in state.items()}
 
 
 def as_number_by_name(rate: Any) -> dict[str, float | None]:
@@ -195,6 +220,22 @@ def with_numbers(leaf_settings: RuleSettings, numbers: Numbers) -> dict[str, Any
     settings = {"lr": None, **numbers, **dict(leaf_settings)}
     scale, rate = settings.pop("lr_scale", None), settings["lr"]
     return settings | {"lr": rate if scale is None or rate is None else rate * scale}
+
+
+def refuse_uncapturable_rule(rule: str, settings: RuleSettings, rate_is_tensor: bool) -> None:
+    """Raise ValueError for a rule that reads a number of the device, or whose first step is of another kind."""
+    names = _RULES_OF_TENSOR_RATES if rate_is_tensor else _RULES_OF_TENSOR_RATES | _RULES_OF_FIXED_RATES
+    if rule not in TORCH_RULES or (rule in names and not dict(settings).get("dampening")):
+        return
+    if rule in _RULES_OF_FIXED_RATES:
+        raise ValueError(f"graph=True: torch's {rule} reads lr on the host; set it by update({rule!r}, lr=..).")
+    rule_name = "SGD with dampening" if rule == "SGD" else rule
+    raise ValueError(f"graph=True cannot capture {rule_name}, which looks at its step count; take AdamW, say.")
+
+
+def as_capturable(rule: str, settings: RuleSettings) -> RuleSettings:
+    """Return settings under which a torch rule reads no number of the device."""
+    return (*settings, ("capturable", True)) if "capturable" in SETTINGS.get(rule, "").split() else settings
 
 
 def without_foreach(rule: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -214,6 +255,9 @@ def check_torch_settings(rule: str, settings: RuleSettings) -> None:
 _RULES_WITH_INITIAL_STATE = frozenset(("Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta"))
 # Rules of torch that count no steps. Here their state has a count, which says whether it has started.
 RULES_WITHOUT_STEP = frozenset(("SGD", "Muon"))
+# What rules do with a rate on the device: those of the first line compute with it there, those of the second read it.
+_RULES_OF_TENSOR_RATES = frozenset(("Adam", "AdamW", "Adamax", "RAdam", "SGD"))
+_RULES_OF_FIXED_RATES = frozenset(("RMSprop", "Adadelta", "Muon"))
 MATRIX_RULES = frozenset(("Muon",))
 _THREAD_LOCAL = threading.local()
 
@@ -222,6 +266,7 @@ def _thread_optimizer(rule: str, settings: tuple[RuleSettings, ...]) -> torch.op
     optimizers = _THREAD_LOCAL.__dict__.setdefault("meaning.optimizers", dict[Any, torch.optim.Optimizer]())
     if (rule, settings) not in optimizers:
         optimizer = optimizers[rule, settings] = _make_optimizer(rule, settings[0], [_probe(2)], 0.0)
+        silence_capture_warning(optimizer)
         for group_settings in settings[1:]:
             # Without its own defaults a group would take those of the first group.
             group_defaults = _make_optimizer(rule, group_settings, [_probe(2)], 0.0).defaults

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -128,8 +129,13 @@ def _restore_generators() -> Generator[tuple[list[torch.Generator], list[torch.T
 
 
 def torch_generators() -> list[torch.Generator]:
-    """Return torch's default generators: the CPU's, and the GPUs' once CUDA is initialised."""
-    return [TORCH_CPU_GENERATOR, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+    """Return torch's default generators: the CPU's, and the accelerator's once it is initialised."""
+    accelerator = torch.accelerator.current_accelerator()
+    module: Any = None if accelerator is None else torch.get_device_module(accelerator)
+    # MPS has no such list.
+    if module is None or not hasattr(module, "default_generators") or not module.is_initialized():
+        return [TORCH_CPU_GENERATOR]
+    return [TORCH_CPU_GENERATOR, *module.default_generators]
 
 
 def random_states() -> list[torch.Tensor]:

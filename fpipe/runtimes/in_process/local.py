@@ -26,6 +26,9 @@ from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
 from fpipe.runtimes.audit.audits import run_audited
+from fpipe.runtimes.capture.captured_step import CapturedStep, with_device_numbers
+from fpipe.runtimes.capture.device_graph import GraphStreams
+from fpipe.runtimes.capture.refusals import NEEDS_TRACES
 from fpipe.runtimes.in_process.threads import ThreadedStep, Workers
 from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.signature import Signatures
@@ -59,11 +62,16 @@ def build_local_step(
     program = drop_duplicate_homes(program, devices) if devices else program
     program = with_transfers(program) if options.record or workers else program
     reference_step = walk(program, model, options, recorded=recorded, see=see, devices=devices)
-    prepared_class = PreparedStep if workers is None else partial(ThreadedStep, workers)
+    graph_streams = GraphStreams()
     process = ProcessContext(devices=devices)
 
     def prepare(inputs: StepInputs, untraced: UntracedStages) -> PreparedStep:
-        return prepared_class(program, model, inputs, untraced, options, process)
+        arguments = program, model, inputs, untraced, options, process
+        if workers is not None:
+            return ThreadedStep(workers, *arguments)
+        if not options.graph:
+            return PreparedStep(*arguments)
+        return CapturedStep(graph_streams, *arguments)
 
     signatures = Signatures(model)
     # 2. Keep a lowered step for each signature; None for one that runs by the definition.
@@ -76,6 +84,7 @@ def build_local_step(
         with _TRACE_LOCK, suppress(Untraceable):
             params, batch, state = example
             inputs = StepInputs(params, batch, state, example_optim(program, params))
+            inputs = with_device_numbers(inputs) if options.graph else inputs
             prepared = prepare(inputs, UntracedStages())
             prepared.compile()
             step_by_signature[signatures.of(*tree.flatten(inputs.trees), homes=prepared.leaf_devices)] = prepared
@@ -89,6 +98,7 @@ def build_local_step(
         # A trace that was made under one FakeTensorMode has tensors of that mode, which no other step can use.
         if in_fake_mode():
             return reference_step.run(inputs)
+        inputs = with_device_numbers(inputs) if options.graph else inputs
         # a. Look the signature up. Parameters of a net that have moved since the build are refused first.
         if any(stage.moved_params() for stage in net_stages):
             check_params(model, inputs.params)
@@ -97,8 +107,10 @@ def build_local_step(
             signature = signatures.of(leaves, containers)
             prepared = step_by_signature.get(signature, _UNKNOWN)
         except (TypeError, Untraceable) as error:
-            result = reference_step.run(inputs)
             reason = f"a leaf cannot be compared ({error})" if isinstance(error, TypeError) else str(error)
+            if options.graph:
+                raise ValueError(NEEDS_TRACES.format(reason)) from error
+            result = reference_step.run(inputs)
             warnings.warn(f"this step runs every stage under autograd: {reason}", stacklevel=3)
             return result
         # b. Lower a new signature. Its first step may have run by the definition on the way.
@@ -112,7 +124,7 @@ def build_local_step(
                 if prepared is _UNKNOWN:
                     start_time = time.perf_counter()
                     run_reference, lower = partial(reference_step.run, inputs), partial(prepare, inputs)
-                    result, prepared = _prepare_first_step(run_reference, lower, has_only_graphs)
+                    result, prepared = _prepare_first_step(run_reference, lower, has_only_graphs, options.graph)
                     if prepared is not None:
                         prepared.compile()
                     step_by_signature[signature] = prepared
@@ -140,7 +152,10 @@ _TRACE_LOCK = threading.RLock()
 
 
 def _prepare_first_step(
-    run_reference: Callable[[], Result], prepare: Callable[[UntracedStages], PreparedStep], has_only_graphs: bool
+    run_reference: Callable[[], Result],
+    prepare: Callable[[UntracedStages], PreparedStep],
+    has_only_graphs: bool,
+    needs_traces: bool,
 ) -> tuple[Result | None, PreparedStep | None]:
     """Lower a first step, after a run by the definition if its stages are new; None for a part that is skipped."""
     # If all stages are graphs, or traced before, no Python of a user runs that could be wrong, or fill a cache.
@@ -158,6 +173,8 @@ def _prepare_first_step(
             reference_result = result
             if error.stage is None or error.stage in untraced.stages:
                 reason = "; ".join([*untraced.stages.values(), str(error)])
+                if needs_traces:
+                    raise ValueError(NEEDS_TRACES.format(reason)) from error
                 warnings.warn(f"this step runs every stage under autograd, without a trace: {reason}", stacklevel=5)
                 return result, None
             untraced.stages[error.stage] = str(error)

@@ -274,7 +274,8 @@ class ThreadedStep(PreparedStep):
         """The parts of all ranks."""
         return self.parts
 
-    def _execute(self, slots: Slots, watch: Watch | None, tap: Tap | None) -> None:
+    def execute(self, slots: Slots, watch: Watch | None = None, tap: Tap | None = None) -> None:
+        """Run the instructions on filled slots."""
         # 1. Give each rank its own slots, and notes on the clock of its device.
         slots_by_rank = [[self._own_copy(slots[slot], slot) for slot in part.initial_slots] for part in self.parts]
         watches = [watch and watch._replace(device=stream.clock_device) for stream in self.streams]

@@ -28,6 +28,7 @@ from fpipe.meaning.by_autograd import StepContext, detach_leaf, scale_cotangent
 from fpipe.meaning.meaning import RULES, sum_gradients
 from fpipe.meaning.purity.ambient import AutocastSettings, autocast_as
 from fpipe.meaning.purity.keys import make_seeder, thread_generator
+from fpipe.meaning.step import Keys
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_walk import is_list
 from fpipe.runtimes.lowering.hoists import Hoist
@@ -91,11 +92,53 @@ def with_generators(
 
     def forward(*lists: Any) -> Any:
         key = lists[index]
-        seed = seed_from(key[step] if isinstance(key, tuple) else key)
-        generators = [thread_generator(device).manual_seed(seed) for device in devices]
+        if isinstance(key, InstructionGenerators):
+            generators = key.generators_of(seed_from, step, devices)
+        else:
+            seed = seed_from(key[step] if isinstance(key, tuple) else key)
+            generators = [thread_generator(device).manual_seed(seed) for device in devices]
         return run(*lists[:index], generators, *lists[index + 1 :])
 
     return forward
+
+
+class InstructionGenerators:
+    """A generator for each random instruction of a step, in place of a key.
+
+    A graph of a device draws from generators that it registers, and cannot seed them itself: they are seeded before it
+    runs. So no two instructions share one, not even an F and the R that draws the same numbers.
+    """
+
+    def __init__(self) -> None:
+        self._generators_by_draw: dict[tuple[Callable[[int], int], int], list[torch.Generator]] = {}
+        self._key: Keys = None
+
+    def seed(self, key: Keys) -> None:
+        """Seed all generators from a key, which also seeds new ones."""
+        self._key = key
+        for (seed_from, step), generators in self._generators_by_draw.items():
+            self._seed(generators, seed_from, step)
+
+    def generators_of(
+        self, seed_from: Callable[[int], int], step: int, devices: Sequence[str]
+    ) -> list[torch.Generator]:
+        """Return the generators of the instruction whose seeds `seed_from` makes; they are new at its first run."""
+        generators = self._generators_by_draw.get((seed_from, step))
+        if generators is None:
+            generators = [torch.Generator(device) for device in devices]
+            self._generators_by_draw[seed_from, step] = generators
+            self._seed(generators, seed_from, step)
+        # The instruction empties the list that it is handed.
+        return generators[:]
+
+    def registered(self) -> list[torch.Generator]:
+        """Return the generators of all instructions that have run."""
+        return [generator for generators in self._generators_by_draw.values() for generator in generators]
+
+    def _seed(self, generators: Sequence[torch.Generator], seed_from: Callable[[int], int], step: int) -> None:
+        key: Any = self._key[step] if isinstance(self._key, tuple) else self._key
+        for generator in generators:
+            generator.manual_seed(seed_from(key))
 
 
 def with_scale(run: Callable[..., Any], index: int, weight: torch.Tensor) -> Callable[..., Any]:

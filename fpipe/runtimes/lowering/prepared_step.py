@@ -71,6 +71,7 @@ class PreparedStep:
             loss_scale=options.loss_scale,
             moves=find_moves(program, process.devices),
             shared=input_leaves.shared,
+            capturable=options.graph,
         )
         input_trees = {**input_leaves.trees, **_constants_of(model, storages)}
         lowered = lower(program, context, input_trees, untraced, options)
@@ -82,7 +83,9 @@ class PreparedStep:
         # 3. The ways into the slots and out of them, and the lanes of copies next to the computation.
         self.entrance = build_entrance(lowered, model, input_leaves, homes)
         merged = replace(inputs, batch=whole_batch)
-        self.exit = build_exit(self._program_with_outputs(program), model, lowered, merged, not untraced.stages)
+        # Memory of a graph is written again by its next replay.
+        owns_memory = not (untraced.stages or options.graph)
+        self.exit = build_exit(self._program_with_outputs(program), model, lowered, merged, owns_memory)
         self.lanes = lanes_of(self.instructions, lowered.trees, process.devices)
         self.part = RankPart(made_async(self.instructions, self.lanes), model, lanes=[*self.lanes.values()])
         self.recorder: Recorder | None = None
@@ -120,10 +123,7 @@ class PreparedStep:
             tap: a function that replaces those of the instructions, for this step.
         """
         check_finite = self.options.check_finite
-        if self.model.fingerprint is not None:
-            self.model.fingerprint.refuse_rebound(self.homes)
-        for labels in self._ignored_labels() if inputs.warns else ():
-            warn_of_padding(self.program, self.model, inputs.batch, labels)
+        self.check_call(inputs)
         leaves = [*map(local_shard, leaves)]
         with raw_ops():
             slots = self.entrance.fill(leaves, inputs.key)
@@ -132,7 +132,7 @@ class PreparedStep:
             watch = Watch(notes, check_finite, see, device)
             self.context.overwrites = False
             try:
-                self._execute(slots, watch if notes or check_finite or see else None, tap)
+                self.execute(slots, watch if notes or check_finite or see else None, tap)
             except BaseException as error:
                 if self.context.overwrites and self.lowered.donated_storages:
                     error.add_note(DONATED_PARAMS_OVERWRITTEN)
@@ -143,6 +143,13 @@ class PreparedStep:
                 error.add_note("in the results of the step")
                 raise
         return Result(**results, timeline=self.recorder.timeline(notes) if self.recorder and notes else None)
+
+    def check_call(self, inputs: StepInputs) -> None:
+        """Raise an error if a tensor of a module that graphs hold has been replaced; warn of padding, once."""
+        if self.model.fingerprint is not None:
+            self.model.fingerprint.refuse_rebound(self.homes)
+        for labels in self._ignored_labels() if inputs.warns else ():
+            warn_of_padding(self.program, self.model, inputs.batch, labels)
 
     def _notes(self, recorded: Program, leaves: Sequence[Any], slots: Slots) -> Notes:
         """Begin the notes of a step; memory of its arguments and of constants does not count as the step's."""
@@ -177,7 +184,8 @@ class PreparedStep:
         """Return the parts of ranks that run in this process."""
         return [self.part]
 
-    def _execute(self, slots: Slots, watch: Watch | None, tap: Tap | None) -> None:
+    def execute(self, slots: Slots, watch: Watch | None = None, tap: Tap | None = None) -> None:
+        """Run the instructions on filled slots."""
         (self.part if tap is None else self.part.with_tap(tap)).run(slots, watch)
 
     def _program_with_outputs(self, program: Program) -> Program:

@@ -6,7 +6,7 @@ params, batch, state        --> Entrance --> slots --> Exit -->        loss, gra
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
@@ -28,6 +28,7 @@ from fpipe.meaning.step import NO_KEY, Keys, StepInputs
 from fpipe.model import Model, label_with_random_modules
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
+from fpipe.runtimes.lowering.instructions import InstructionGenerators
 from fpipe.runtimes.lowering.lowered import KEY, AbstractTree, Lowered, is_dense_fact
 from fpipe.runtimes.lowering.rank_part import Slots
 from fpipe.runtimes.lowering.shard_shapes import Share, SharedValue, refuse_shards, shard_state, share_out
@@ -163,6 +164,8 @@ class Entrance:
         drawing_stage: the name of a stage that draws, for errors.
         key_watch: warns if two steps draw with one key.
         params: the indices of the parameters among the leaves of all arguments.
+        donated: the indices of leaves that the step may overwrite, and whose memory results lie in.
+        new_each_step: the indices of leaves that are other tensors in each step: the batch, and numbers of an update.
     """
 
     start: Slots
@@ -174,19 +177,33 @@ class Entrance:
     drawing_stage: Any
     key_watch: KeyWatch
     params: Sequence[int]
+    donated: frozenset[int]
+    new_each_step: frozenset[int]
 
     def fill(self, leaves: Sequence[Any], key: Keys) -> Slots:
-        """Return the slots of a step, filled for its first instruction."""
+        """Check the key, and return the slots of a step, filled for its first instruction."""
+        self.check_key(leaves, key)
+        return self.fill_slots(leaves, key)
+
+    def constant_leaves(self) -> list[Any]:
+        """Return the present tensors that stages hold, which a step reads besides its arguments."""
+        return [local_shard(leaf) for _, leaves_of in self.constants for leaf in leaves_of()]
+
+    def check_key(self, leaves: Sequence[Any], key: Keys) -> None:
+        """Raise ValueError if a step needs a key and has none; note the key of a step that draws."""
+        if self.draw_key_slot is not None and self.drawing_stage is not None:
+            if key is None:
+                raise ValueError(missing_key_message(self.drawing_stage))
+            self.key_watch.note(key, [leaves[index] for index in self.params])
+        if self.requested_key_slot is not None and key is None:
+            raise ValueError(NO_KEY)
+
+    def fill_slots(self, leaves: Sequence[Any], key: Keys | InstructionGenerators) -> Slots:
+        """Return the slots of a step, filled for its first instruction; `key` may stand for generators."""
         slots = self.start[:]
         if self.draw_key_slot is not None:
-            if key is None and self.drawing_stage is not None:
-                raise ValueError(missing_key_message(self.drawing_stage))
-            if self.drawing_stage is not None:
-                self.key_watch.note(key, [leaves[index] for index in self.params])
             slots[self.draw_key_slot] = key
         if self.requested_key_slot is not None:
-            if key is None:
-                raise ValueError(NO_KEY)
             # Stages without a trace get the key from the other slot. The last reader of this list empties it.
             slots[self.requested_key_slot] = [None]
         for slot, indices in self.inputs:
@@ -206,6 +223,10 @@ def build_entrance(
     for n, net in nets_of(model).items():
         constants_by_value |= {Value("const", n): net.constants}
     count = len(slots) - sum(len(instruction.writes) for instruction in lowered.instructions)
+
+    def indices_of(names: Collection[str]) -> list[int]:
+        return [index for value, indices in inputs.leaf_indices.items() if value.name in names for index in indices]
+
     return Entrance(
         start=[lowered.constants.get(slot) for slot in range(count)],
         inputs=[(slots[value], indices) for value, indices in inputs.leaf_indices.items()],
@@ -217,9 +238,14 @@ def build_entrance(
         if lowered.first_drawing_stage is None
         else label_with_random_modules(model, lowered.first_drawing_stage),
         key_watch=KeyWatch(),
-        params=[
-            index for value, indices in inputs.leaf_indices.items() if value.name in PARAMETERS for index in indices
-        ],
+        params=indices_of(PARAMETERS),
+        donated=frozenset(
+            index
+            for value, indices in inputs.leaf_indices.items()
+            for index, leaf in zip(indices, inputs.trees[value].leaves, strict=True)
+            if isinstance(leaf, Fact) and leaf.storage in lowered.donated_storages
+        ),
+        new_each_step=frozenset(indices_of((*BATCH, "lr", "scale"))),
     )
 
 
@@ -265,7 +291,8 @@ class Exit:
 def build_exit(program: Program, model: Model, lowered: Lowered, inputs: StepInputs, owns_memory: bool) -> Exit:
     """Return the exit from a lowered program: where its outputs are in the slots.
 
-    Results that share memory with arguments or other results are copied; all are, unless the step `owns_memory`.
+    Results that share memory with arguments or other results are copied; all but donated ones are, unless the step
+    `owns_memory`.
     """
     # 1. Each leaf of an output, with whether it needs a copy: the caller may write into a result, and nothing else may
     #    change by that.
@@ -276,7 +303,8 @@ def build_exit(program: Program, model: Model, lowered: Lowered, inputs: StepInp
         result_leaves: list[Any] = []
         for leaf_index, leaf in enumerate(abstract.leaves):
             is_shared = isinstance(leaf, Fact) and (leaf.storage in used_storages or not is_dense_fact(leaf))
-            copied = isinstance(leaf, Fact) and (is_shared or not owns_memory)
+            is_owned = owns_memory or (isinstance(leaf, Fact) and leaf.storage in lowered.donated_storages)
+            copied = isinstance(leaf, Fact) and (is_shared or not is_owned)
             result_leaves.append(None if leaf is None else ResultLeaf(leaf_index, lowered.slots[end.value], copied))
             used_storages.update([leaf.storage] if isinstance(leaf, Fact) else [])
         values[end.value] = result_leaves if abstract.spec is None else tree.unflatten(abstract.spec, result_leaves)

@@ -241,7 +241,8 @@ class RankStep(PreparedStep):
         leaves, spec = tree.flatten(results)
         return replace(exit_of_all, containers=spec, leaves=leaves)
 
-    def _execute(self, slots: Slots, watch: Watch | None, tap: Tap | None) -> None:
+    def execute(self, slots: Slots, watch: Watch | None = None, tap: Tap | None = None) -> None:
+        """Run the instructions on filled slots."""
         part_slots, watchdog = [slots[slot] for slot in self.part.initial_slots], self.watchdog
         notes = watch and watch.notes
         self.transfers.begin_step(self.step, self.signature_number, self.key_number, keeps=notes is not None)

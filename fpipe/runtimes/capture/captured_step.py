@@ -1,0 +1,185 @@
+"""Run the steps of one signature: a few without a graph, then one capture, then replays.
+
+    step 1, 2     instructions, on the stream of the graphs, with fixed generators
+    step 3        capture                 copy the batch in    replay    copy the results out
+    step 4, ..                            copy the batch in    replay    copy the results out
+
+A graph reads fixed memory. A leaf that is new in each step, such as the batch, is copied into memory of the graph. A
+leaf that came at one address twice, such as a parameter that the caller updates in place, is read at that address.
+When it comes at another one, the graph is captured again: with a copy of that leaf from then on, or, if a step
+overwrites the leaf, at the new address, once that has come twice. So any tensors give the right result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.meaning.purity.ambient import raw_ops
+from fpipe.meaning.purity.sharded import local_shard
+from fpipe.meaning.purity.write_guard import storage_span
+from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.step import StepInputs
+from fpipe.program import Program
+from fpipe.runtimes.capture.device_graph import DeviceGraph, GraphStream, GraphStreams
+from fpipe.runtimes.capture.refusals import accelerator_of, refuse_uncapturable
+from fpipe.runtimes.lowering.instructions import InstructionGenerators
+from fpipe.runtimes.lowering.lane import See
+from fpipe.runtimes.lowering.prepared_step import PreparedStep
+from fpipe.runtimes.lowering.rank_part import Slots, Tap
+from fpipe.torch_internals import version_of
+
+WARM_UPS = 2
+"""Steps on the stream of graphs before a capture: at their first call libraries load kernels and make workspaces."""
+
+
+class Recording(NamedTuple):
+    """A graph, the leaves that it reads, and the slots that its replay fills."""
+
+    graph: DeviceGraph
+    leaves: Sequence[Any]
+    slots: Slots
+
+
+class StepGraph:
+    """The graph of a step of one signature, which is captured when it is needed.
+
+    The step is an argument of each method, so that a step may hold its graph and both are gone with the caller's last
+    reference.
+    """
+
+    def __init__(self, stream: GraphStream) -> None:
+        self._stream, self._generators, self._recording = stream, InstructionGenerators(), None
+        self._warm_ups, self._addresses = 0, list[Any]()
+        self._copied: set[int] | None = None
+
+    def run(self, step: PreparedStep, leaves: Sequence[Any], inputs: StepInputs) -> Result:
+        """Run one step on the leaves of its arguments, and return results that belong to the caller."""
+        leaves = [*map(local_shard, leaves)]
+        with self._stream.lock, raw_ops():
+            step.entrance.check_key(leaves, inputs.key)
+            self._generators.seed(inputs.key)
+            moved_donated = self._note_addresses(step, leaves)
+            slots: Slots
+            if self._recording is None and (self._warm_ups < WARM_UPS or moved_donated):
+                slots = self._run_instructions(step, leaves)
+            else:
+                self._recording = self._recording or self._capture(step, leaves)
+                slots = self._replay(self._recording, leaves)
+            results = step.exit.results(slots, inputs.state)
+            # The next work on this stream writes what these copies read, and it may come from another stream.
+            self._stream.wait_for_caller()
+        return Result(**results)
+
+    def _note_addresses(self, step: PreparedStep, leaves: Sequence[Any]) -> bool:
+        """Compare addresses with the step before; return whether a leaf moved that can only be read where it is."""
+        # 1. What a graph reads where it is: leaves that are not copied, and constants of stages.
+        self._copied = {*step.entrance.new_each_step} if self._copied is None else self._copied
+        constants = step.entrance.constant_leaves()
+        addresses = [_address(leaf) for leaf in (*leaves, *constants)]
+        previous, self._addresses = self._addresses or addresses, addresses
+        moved = {index for index, pair in enumerate(zip(previous, addresses, strict=True)) if pair[0] != pair[1]}
+        moved -= self._copied
+        if not moved:
+            return False
+        # 2. A leaf that moves is copied from now on, but for one that is overwritten in place, and for constants.
+        self._recording = None
+        fixed = moved & ({*step.entrance.donated} | {*range(len(leaves), len(addresses))})
+        self._copied |= moved - fixed
+        return bool(fixed)
+
+    def _run_instructions(self, step: PreparedStep, leaves: Sequence[Any]) -> Slots:
+        self._warm_ups += 1
+        with self._stream.between_callers_work():
+            slots = step.entrance.fill_slots(leaves, self._generators)
+            step.execute(slots)
+        return slots
+
+    def _capture(self, step: PreparedStep, leaves: Sequence[Any]) -> Recording:
+        assert self._copied is not None
+        static_leaves = [
+            torch.empty_like(_flat(leaf)).as_strided(leaf.shape, leaf.stride())
+            if index in self._copied and isinstance(leaf, Tensor)
+            else leaf
+            for index, leaf in enumerate(leaves)
+        ]
+
+        def run() -> Slots:
+            slots = step.entrance.fill_slots(static_leaves, self._generators)
+            step.execute(slots)
+            return slots
+
+        graph, slots = self._stream.capture(run, self._generators.registered())
+        return Recording(graph, static_leaves, slots)
+
+    def _replay(self, recording: Recording, leaves: Sequence[Any]) -> Slots:
+        with self._stream.between_callers_work():
+            for static_leaf, leaf in zip(recording.leaves, leaves, strict=True):
+                if isinstance(leaf, Tensor) and static_leaf.data_ptr() != leaf.data_ptr():
+                    _flat(static_leaf).copy_(_flat(leaf))
+            recording.graph.replay()
+        return recording.slots
+
+
+class CapturedStep(PreparedStep):
+    """A program lowered for one signature, whose steps are replays of one graph; audited steps run without it."""
+
+    def __init__(self, streams: GraphStreams, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        device = accelerator_of(self)
+        refuse_uncapturable(self)
+        self._graph = StepGraph(streams[device])
+
+    def run(
+        self,
+        leaves: Sequence[Any],
+        inputs: StepInputs,
+        *,
+        recorded: Program | None,
+        see: See | None = None,
+        tap: Tap | None = None,
+    ) -> Result:
+        """Run one step as `PreparedStep.run` does; by a graph, unless something looks at its values."""
+        if see is not None or tap is not None:
+            return super().run(leaves, inputs, recorded=recorded, see=see, tap=tap)
+        self.check_call(inputs)
+        return self._graph.run(self, leaves, inputs)
+
+
+def with_device_numbers(inputs: StepInputs) -> StepInputs:
+    """Return the arguments of a step with the numbers of its update on the device of its parameters.
+
+    These are learning rates, the loss scale and the step counts of optimizer state. A rate is of the default dtype, as
+    `torch.tensor(3e-4)` is.
+    """
+    if inputs.optim is None:
+        return inputs
+    device = next((leaf.device for leaf in tree.leaves(inputs.params) if isinstance(leaf, Tensor)), None)
+
+    def move_number(leaf: Any, dtype: torch.dtype | None = None) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.ndim or leaf.device.type != "cpu":
+            return leaf
+        # Filled by a kernel: a copy from memory that is not pinned would wait for the device.
+        return torch.full((), leaf.item(), dtype=dtype or leaf.dtype, device=device)
+
+    state, rates, scale = inputs.optim
+    rates = tree.tree_map(partial(move_number, dtype=torch.get_default_dtype()), rates)
+    return replace(inputs, optim=(tree.tree_map(move_number, state), rates, tree.tree_map(move_number, scale)))
+
+
+def _flat(leaf: Tensor) -> Tensor:
+    """Return a view from the first to the last element: a tensor that overlaps itself cannot be written otherwise."""
+    return leaf.detach().as_strided((storage_span(leaf.shape, leaf.stride()),), (1,))
+
+
+def _address(leaf: Any) -> Any:
+    """Return the address of a tensor; of one on the host also its version, since a graph holds the number itself."""
+    if not isinstance(leaf, Tensor):
+        return None
+    return (leaf.data_ptr(), version_of(leaf)) if leaf.device.type == "cpu" else leaf.data_ptr()

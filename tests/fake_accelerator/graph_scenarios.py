@@ -1,0 +1,257 @@
+"""Steps of one graph on the fake accelerator: each scenario returns the checker's reports and the bits that differ.
+
+All results are looked at after the last step, when later replays have had the chance to write into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.tree import leaves, tree_map
+from tests.fake_accelerator import Graph, reports_of
+from tests.fake_accelerator.scenarios import PARTS, WIDTH, batch_of, differing_bits, net_of, pipeline_of, squares
+
+DEVICE = "fake:0"
+STEPS = 6
+REPLAYS = STEPS - 2  # two steps warm up
+Batch = tuple[Tensor, Tensor]
+GPIPE = pipeline_of(fpipe.schedules.gpipe(1))
+
+
+@contextmanager
+def counted_replays() -> Iterator[list[Graph]]:
+    """Yield the list of graphs that are replayed, one entry a replay."""
+    replayed, replay = list[Graph](), Graph.replay
+
+    def replay_and_count(graph: Graph) -> None:
+        replayed.append(graph)
+        replay(graph)
+
+    Graph.replay = replay_and_count
+    try:
+        yield replayed
+    finally:
+        Graph.replay = replay
+
+
+def count_mistakes(replayed: Sequence[Graph], replays: int, graphs: int) -> list[str]:
+    """Report another number of replays or of graphs than expected."""
+    counts = len(replayed), len({*map(id, replayed)})
+    return [] if counts == (replays, graphs) else [f"replays and graphs: {counts}, not {(replays, graphs)}"]
+
+
+def on_device(tensors: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to(DEVICE), tensors)
+
+
+def batches_of(count: int = STEPS) -> list[Batch]:
+    return [on_device(tuple(tensor * (k + 1) for tensor in batch_of())) for k in range(count)]
+
+
+def cut(net: nn.Sequential, pipeline: fpipe.Transform, **options: Any) -> tuple[fpipe.Model, fpipe.Program, Any]:
+    model, params, _ = fpipe.from_sequential(net, stages=len(net), loss=squares, **options)
+    return model, pipeline(fpipe.program(model)), params
+
+
+def losses_of(net: nn.Sequential, batch: Batch, seeds: Callable[[int, int], int] | None = None) -> Iterator[Tensor]:
+    """Yield the loss of each microbatch, run through the blocks under plain autograd."""
+    generator = torch.get_device_module(DEVICE).default_generators[0]
+    for number, (x, target) in enumerate(zip(*(tensor.tensor_split(PARTS) for tensor in batch), strict=True)):
+        for stage, block in enumerate(net):
+            if seeds is not None:
+                generator.manual_seed(seeds(stage, number))
+            x = block(x)
+        yield squares(x, target)
+
+
+def grads_by_autograd(net: nn.Sequential, batch: Batch, seeds: Callable[[int, int], int] | None = None) -> list[Tensor]:
+    net.zero_grad()
+    for loss in losses_of(net, batch, seeds):
+        (loss * (1 / PARTS)).backward()
+    return [param.grad for param in net.parameters() if param.grad is not None]
+
+
+def same_as_autograd(pipeline: fpipe.Transform = GPIPE, **options: Any) -> list[str]:
+    """Update the parameters in place between steps, so that the graph reads them where they are."""
+    net, twin = on_device(net_of(2)), on_device(net_of(2))
+    model, program, params = cut(net, pipeline)
+    step, batches = fpipe.build(program, model, graph=True, **options), batches_of()
+    results, expected = list[Any](), list[Any]()
+
+    def run() -> None:
+        for batch in batches:
+            results.append(step(params, batch).grads)
+            for param in leaves(params):
+                param.mul_(0.9)
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    for batch in batches:
+        expected.append(tree_map(Tensor.clone, grads_by_autograd(twin, batch)))
+        with torch.no_grad():
+            for param in twin.parameters():
+                param.mul_(0.9)
+    replays = REPLAYS - 3 if "audit" not in options else REPLAYS
+    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, replays, 1)
+
+
+def on_streams_in_turn() -> list[str]:
+    """Call steps from streams that do not wait for each other: one step's results are copied before the next replay."""
+    model, program, params = cut(on_device(net_of(2)), GPIPE)
+    step, batches, results = fpipe.build(program, model, graph=True, audit="never"), batches_of(), list[Any]()
+
+    def run() -> None:
+        for batch in batches:
+            with torch.Stream(DEVICE):
+                results.append(step(params, batch).grads)
+        torch.accelerator.synchronize(0)
+
+    reports = reports_of(run)
+    expected = [fpipe.reference(model, params, batch, microbatches=PARTS).grads for batch in batches]
+    return reports + differing_bits(leaves(results), leaves(expected))
+
+
+def drawn(pipeline: fpipe.Transform) -> list[str]:
+    """Draw other numbers in each step, and the same ones in an F and its R."""
+    net = on_device(nn.Sequential(*(nn.Sequential(*block, nn.Dropout(0.3), nn.Linear(8, 8)) for block in net_of(2))))
+    model, program, params = cut(net, pipeline)
+    step, batch, results = fpipe.build(program, model, graph=True, audit="never"), batches_of(1)[0], list[Any]()
+
+    def run() -> None:
+        for key in range(STEPS):
+            results.append(step(params, batch, key=key).grads)
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    expected = [
+        [grad.clone() for grad in grads_by_autograd(net, batch, partial(fpipe.fold_in, key))] for key in range(STEPS)
+    ]
+    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, REPLAYS, 1)
+
+
+def updated(rule: str, donate: bool = False, moves: bool = False, **settings: Any) -> list[str]:
+    """Train by a rule, with a learning rate that falls; `moves` hands in copies of the parameters once."""
+    clip = settings.pop("clip", None)
+    net, twin = on_device(net_of(2)), on_device(net_of(2))
+    pipeline = fpipe.chain(GPIPE, fpipe.update(rule, clip=clip, **settings))
+    model, program, params = cut(net, pipeline)
+    step, batches = fpipe.build(program, model, graph=True, audit="never", donate=donate), batches_of()
+    opt, results, expected = fpipe.optimizer_state(program, params), list[Any](), list[Any]()
+    rates = [0.1 / (k + 1) for k in range(STEPS)]
+
+    def run() -> None:
+        nonlocal params, opt
+        for k, batch in enumerate(batches):
+            if moves and k == REPLAYS:
+                results.append(params)
+                params, opt = tree_map(Tensor.clone, (params, opt))
+            result = step(params, batch, opt=opt, lr=rates[k])
+            params, opt = result.params, result.opt
+            results.append(tree_map(Tensor.clone, params) if donate else params)
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    optimizer_params, rate = [*twin.parameters()], torch.zeros((), device=DEVICE, requires_grad=rule == "SGD")
+    capturable = {} if rule == "SGD" else {"capturable": True}
+    optimizer = getattr(torch.optim, rule)(optimizer_params, lr=rate, foreach=False, **settings, **capturable)
+    for k, batch in enumerate(batches):
+        if moves and k == REPLAYS:
+            expected.append(expected[-1])
+        grads_by_autograd(twin, batch)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(optimizer_params, clip, foreach=False)
+        with torch.no_grad():
+            rate.fill_(rates[k])
+        optimizer.step()
+        expected.append([param.detach().clone() for param in optimizer_params])
+    # Donated leaves that come from elsewhere are read where they are, once they have come from there twice.
+    counts = (REPLAYS - 1, 2) if moves and donate else (REPLAYS, 1)
+    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, *counts)
+
+
+def new_params() -> list[str]:
+    """Hand in new tensors as parameters after some replays, which leave the former ones unchanged."""
+    model, program, params = cut(on_device(net_of(2)), GPIPE)
+    step, batch, results = fpipe.build(program, model, graph=True, audit="never"), batches_of(1)[0], list[Any]()
+    versions = [params if k < REPLAYS else tree_map(lambda leaf, k=k: leaf * k, params) for k in range(2 * STEPS)]
+    copies = tree_map(Tensor.clone, versions)
+
+    def run() -> None:
+        for version in versions:
+            results.append(step(version, batch).grads)
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    expected = [fpipe.reference(model, version, batch, microbatches=PARTS).grads for version in versions]
+    reports += differing_bits(leaves(versions), leaves(copies))
+    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, 2 * STEPS - 2, 2)
+
+
+def two_signatures() -> list[str]:
+    """Replay two graphs in turn, which share their memory, and look at the results of both later."""
+    model, program, params = cut(on_device(net_of(2)), pipeline_of(fpipe.checkpoint(), fpipe.schedules.gpipe(1)))
+    step, results = fpipe.build(program, model, graph=True, audit="never"), list[Any]()
+    batches = [tuple(tensor[: 16 - 4 * (k % 2)] for tensor in batch) for k, batch in enumerate(batches_of(2 * STEPS))]
+
+    def run() -> None:
+        for batch in batches:
+            results.append(step(params, batch))
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    expected = [fpipe.reference(model, params, batch, microbatches=PARTS) for batch in batches]
+    pairs = [[(result.loss, result.grads) for result in side] for side in (results, expected)]
+    return reports + differing_bits(*map(leaves, pairs)) + count_mistakes(replayed, 2 * REPLAYS, 2)
+
+
+def normed() -> list[str]:
+    """Hand module state from step to step."""
+
+    def centre(p: Any, x: Tensor, *, state: Any) -> tuple[Tensor, Any]:
+        return (x - state["mean"]) @ p["w"], {"mean": 0.9 * state["mean"] + 0.1 * x.detach().mean(0)}
+
+    stages = [fpipe.Stage(lambda p, x: x * p["w"]), fpipe.Stage(centre, keywords=frozenset({"state"}))]
+    model = fpipe.Model(stages, squares, ("batch", 0))
+    params = on_device(({"w": torch.full((WIDTH,), 0.5)}, {"w": batch_of()[0][:WIDTH]}))
+    state = (None, {"mean": torch.zeros(WIDTH, device=DEVICE)})
+    program, batches = GPIPE(fpipe.program(model)), batches_of()
+    step, results, expected, states = fpipe.build(program, model, graph=True, audit="never"), [], [], [state] * 2
+
+    def run() -> None:
+        for batch in batches:
+            results.append(step(params, batch, state=states[0]))
+            states[0] = results[-1].state
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    for batch in batches:
+        expected.append(fpipe.reference(model, params, batch, microbatches=PARTS, state=states[1]))
+        states[1] = expected[-1].state
+    pairs = [[(result.grads, result.state[1]) for result in side] for side in (results, expected)]
+    return reports + differing_bits(*map(leaves, pairs)) + count_mistakes(replayed, REPLAYS, 1)
+
+
+GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    "a graph": partial(same_as_autograd, audit="never"),
+    "a graph of 1F1B with recomputation, next to audits": partial(
+        same_as_autograd, pipeline_of(fpipe.checkpoint(), fpipe.schedules.one_f_one_b(1))
+    ),
+    "a graph on streams in turn": on_streams_in_turn,
+    "a graph that draws": partial(drawn, GPIPE),
+    "a graph that draws twice": partial(drawn, pipeline_of(fpipe.checkpoint(), fpipe.schedules.gpipe(1))),
+    "a graph that updates": partial(updated, "AdamW", clip=1.0, weight_decay=0.1),
+    "a graph that updates in place": partial(updated, "AdamW", donate=True, clip=1.0),
+    "a graph of SGD": partial(updated, "SGD", donate=True, momentum=0.9),
+    "a graph with copied parameters": partial(updated, "Adamax", moves=True),
+    "a graph whose donated parameters move": partial(updated, "RAdam", donate=True, moves=True),
+    "a graph with other parameters": new_params,
+    "two graphs": two_signatures,
+    "a graph with state": normed,
+}

@@ -1,0 +1,145 @@
+"""Steps of one graph refuse options and ops in one sentence each, and go on behind an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+from tests.fake_accelerator import COMPILER
+from tests.fake_accelerator.graph_scenarios import GPIPE, batches_of, on_device
+from tests.fake_accelerator.processes import processes_with_device
+from tests.fake_accelerator.scenarios import WIDTH, squares
+from tests.processes import Processes
+
+pytestmark = pytest.mark.timeout(func_only=True)
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes_with_device(request, tmp_path_factory, 1) as workers:
+        yield workers
+
+
+def scale(p: Any, x: Tensor) -> Tensor:
+    return x * p["w"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"graph": 1}, "graph is True or False; found 1."),
+        ({"runtime": "threads"}, "graph=True is of runtime='local'; found 'threads'."),
+        ({"trace": False}, "graph=True captures traces: say trace=True."),
+        ({"record": True}, "record=True times ops one by one, and a graph has none: profile it by torch.profiler."),
+        (
+            {"check_finite": True},
+            "check_finite=True reads each value, which a graph cannot: leave graph= or check_finite= out.",
+        ),
+        ({}, "graph=True needs an accelerator, and torch finds none."),
+    ],
+)
+def test_build_refuses(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sentence: str):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    model = fpipe.from_functions([scale], squares)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.build(fpipe.program(model), model, **{"graph": True, **options})
+
+
+def read_number(p: Any, x: Tensor) -> Tensor:
+    y = x * p["w"]
+    return y * y.sum().item()
+
+
+def count_mask(p: Any, x: Tensor) -> Tensor:
+    return (x * p["w"]).index_put((x[:, 0] > 0,), torch.zeros(WIDTH, device=x.device))
+
+
+def invert(p: Any, x: Tensor) -> Tensor:
+    return x @ torch.linalg.inv(p["w"].diag())
+
+
+def step_of(*forwards: Forward, pipeline: fpipe.Transform = GPIPE, **options: Any) -> tuple[fpipe.Step, Any, Any]:
+    model = fpipe.from_functions([*forwards], squares)
+    program = pipeline(fpipe.program(model))
+    params = on_device(tuple({"w": torch.full((WIDTH,), 0.5)} for _ in forwards))
+    return fpipe.build(program, model, graph=True, audit="never", **options), program, params
+
+
+def run_step(*forwards: Forward, pipeline: fpipe.Transform = GPIPE, host: str = "", lr: Any = None) -> None:
+    step, program, params = step_of(*forwards, pipeline=pipeline)
+    batch = batches_of(1)[0]
+    if host == "batch":
+        batch = tuple(tensor.cpu() for tensor in batch)
+    if host == "both":
+        params, batch = fpipe.tree.tree_map(Tensor.cpu, (params, batch))
+    step(params, batch, **({} if lr is None else {"opt": fpipe.optimizer_state(program, params), "lr": lr}))
+
+
+def updates_by(rule: str, **settings: Any) -> fpipe.Transform:
+    return fpipe.chain(GPIPE, fpipe.update(rule, **settings))
+
+
+OFFLOADING = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(1), fpipe.offload(), fpipe.merge())
+REFUSED_STEPS: dict[str, tuple[Callable[[], None], str]] = {
+    "a number read": (
+        lambda: run_step(scale, read_number),
+        "graph=True captures traces, and this step cannot be traced: stage 1 (read_number): "
+        "DataDependentOutputException: aten._local_scalar_dense.default",
+    ),
+    "a mask": (
+        lambda: run_step(scale, count_mask),
+        "graph=True cannot capture aten.index_put.default, which counts where a mask is true; take torch.where, in "
+        "1F0: stage 1 (count_mask), microbatch 0, rank 0.",
+    ),
+    "an inverse": (
+        lambda: run_step(invert),
+        "graph=True cannot capture aten._linalg_check_errors.default, which reads on the host whether a matrix is "
+        "regular; call torch.linalg's .._ex function, in 0F0: stage 0 (invert), microbatch 0, rank 0.",
+    ),
+    "tensors on the CPU": (
+        lambda: run_step(scale, host="both"),
+        "graph=True needs an accelerator, and params[0] is on the cpu: move it.",
+    ),
+    "offloading": (
+        lambda: run_step(scale, pipeline=OFFLOADING),
+        "graph=True keeps all values on the device, and OFFLOAD(res[0,0]@host) is a copy: leave offload() out.",
+    ),
+    "a rule that reads its count": (
+        lambda: run_step(scale, pipeline=updates_by("Adagrad"), lr=0.1),
+        "graph=True cannot capture Adagrad, which looks at its step count; take AdamW, say.",
+    ),
+    "a first step of another kind": (
+        lambda: run_step(scale, pipeline=updates_by("SGD", momentum=0.9, dampening=0.1), lr=0.1),
+        "graph=True cannot capture SGD with dampening, which looks at its step count; take AdamW, say.",
+    ),
+    "a rate on the host": (
+        lambda: run_step(scale, pipeline=updates_by("RMSprop"), lr=0.1),
+        "graph=True: torch's RMSprop reads lr on the host; set it by update('RMSprop', lr=..).",
+    ),
+    "another number": (
+        lambda: run_step(scale, pipeline=updates_by("AdamW"), lr={"lr": 0.1, "weight_decay": 0.1}),
+        "graph=True takes a learning rate alone as lr=; set the other numbers by update(..).",
+    ),
+}
+
+
+def error_of(rank: int, name: str) -> str:
+    try:
+        REFUSED_STEPS[name][0]()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", REFUSED_STEPS)
+def test_a_step_refuses(processes: Processes, name: str):
+    assert processes.run(error_of, name) == [REFUSED_STEPS[name][1]]
