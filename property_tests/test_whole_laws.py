@@ -1,7 +1,7 @@
 """Laws of whole steps: whatever the model, its batch, the transforms and the schedule, a step is plain autograd."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -86,16 +86,12 @@ def concatenate(parts: list[Any], dim: int) -> Any:
     )
 
 
-def has_repeats(names: Iterable[str]) -> bool:
-    return max(Counter(names).values(), default=0) > 1
-
-
 FEATURES: dict[str, Callable[[Run], bool]] = {
     "modules": lambda run: run.recipe.front == "modules",
     "functions": lambda run: run.recipe.front == "functions",
     "one loss function": lambda run: run.recipe.front == "loss",
     "skip": lambda run: bool(run.recipe.skips),
-    "one value, several readers": lambda run: has_repeats(skip.name for skip in run.recipe.skips),
+    "one value, several readers": lambda run: len({skip.name for skip in run.recipe.skips}) < len(run.recipe.skips),
     "the batch read later": lambda run: any(skip.origin == -1 for skip in run.recipe.skips),
     "several outputs": lambda run: any(skip.inside for skip in run.recipe.skips),
     "a dict with integers and None": lambda run: "many" in run.recipe.kinds,

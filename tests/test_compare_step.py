@@ -635,10 +635,6 @@ def compare_unmoved(after: Any = None, batches: Any = None, lr: Any = 0.1, **opt
     return fpipe.compare_step(model, params, batches, after, **{"rule": "AdamW", "lr": lr} | options)
 
 
-def with_bias(leaf: Tensor) -> dict[str, Tensor]:
-    return join_stages(model_and_params()[1]) | {"0.0.bias": leaf}
-
-
 PAIR = torch.ones(8, 8), torch.zeros(8, 8)
 WEIGHT = "0.0.weight"
 
@@ -684,7 +680,7 @@ compare_unmoved(grads={WEIGHT: torch.ones(1)})
 compare_unmoved(groups={"no": {"lr": 1.0}})
     ValueError: no parameter has a name like 'no' of groups=
 # Used to end in an assertion of torch while solving for the gradients of SGD.
-compare_unmoved(with_bias(torch.full((8,), torch.nan)))
+compare_unmoved(join_stages(model_and_params()[1]) | {"0.0.bias": torch.full((8,), torch.nan)})
     GradientMismatch: NaN or infinite numbers in 0.0.bias
 """,
 )

@@ -41,10 +41,6 @@ WRITERS = {
 }
 
 
-def freeze_module(module):
-    return module.requires_grad_(False)
-
-
 def mlp(**options):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2), **options)
@@ -188,10 +184,6 @@ class Owner(nn.Sequential):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-def lazy_net():
-    return nn.Sequential(nn.LazyLinear(2), Tied())
-
-
 def cut(net, **options):
     return fpipe.from_sequential(net, **(options or {"stages": 2}))
 
@@ -214,7 +206,7 @@ SCRIPTED = nn.Sequential(nn.Linear(4, 4), scripted())
 test_a_net_that_cannot_be_cut_is_refused_by_name = refusals(
     globals(),
     """
-cut(lazy_net())
+cut(nn.Sequential(nn.LazyLinear(2), Tied()))
     ValueError: '0.weight' is not initialised yet (a lazy module)
 cut(net_with_hook(lambda net: net.register_forward_hook(print)))
     ValueError: the Sequential itself has hooks, which no stage would run. Remove them, or register them on the
@@ -393,7 +385,7 @@ def test_a_module_recomputed_in_the_backward_has_the_parameters_of_the_step(poli
         return checkpoint(module.inner, x, use_reentrant=False)
 
     def layers():
-        return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), freeze_module(nn.Linear(3, 3)))
+        return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3).requires_grad_(False))
 
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), Toy(recompute, inner=layers()), nn.Tanh()) for _ in range(2)))

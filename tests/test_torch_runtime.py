@@ -276,16 +276,13 @@ def test_a_later_stage_may_index_by_its_input(group_of_one: None):
     assert torch.allclose(torch_pipelining.grads(runtime.stages)[1]["table"], grads[1]["table"], rtol=1e-6)
 
 
-def recompute_inner(module: Any, x: Tensor) -> Tensor:
-    return torch_checkpoint(lambda x: module.inner(x).tanh(), x, use_reentrant=False)
-
-
 @pytest.mark.parametrize(
     "schedule", ["0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", "0F0 1F0 0F1 1F1 1I0 1W0 0I0 0W0 1I1 1W1 0I1 0W1"]
 )
 def test_a_module_recomputes_in_its_backward_with_the_params_of_the_step(group_of_one: None, schedule: str):
     """The net has other weights by then."""
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Toy(recompute_inner, inner=nn.Linear(WIDTH, WIDTH)))
+    recompute = lambda module, x: torch_checkpoint(lambda x: module.inner(x).tanh(), x, use_reentrant=False)  # noqa: E731
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Toy(recompute, inner=nn.Linear(WIDTH, WIDTH)))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     params = tuple({name: leaf + 1 for name, leaf in stage.items()} for stage in params)
     program = program_on_two(model, schedule=fpipe.schedules.from_table(schedule))

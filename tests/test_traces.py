@@ -260,10 +260,6 @@ def smooth(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.tanh(x @ p["w"])
 
 
-def sum_of_squares(y: Tensor, target: Tensor) -> Tensor:
-    return y.square().sum() + target.sum()
-
-
 STEPS = {"B": (), "I W": (fpipe.split_backward(),), "R": (fpipe.checkpoint(),)}
 
 
@@ -311,7 +307,7 @@ def jagged(p: dict[str, Tensor], x: Tensor) -> Tensor:
 )
 def test_tensors_of_another_layout_flow_between_stages_under_autograd(sparse_stage: Any, dense: Any, steps):
     """They have no strides and no alias, which ended the step and the reference in an error of torch."""
-    model = fpipe.from_functions([sparse_stage, lambda p, x: smooth(p, dense(x))], loss=sum_of_squares)
+    model = fpipe.from_functions([sparse_stage, lambda p, x: smooth(p, dense(x))], lambda y, t: (y * y).sum() + t.sum())
     params = tuple({"w": torch.randn(4, 4)} for _ in range(2))
     batch = torch.randn(6, 4), torch.randn(6, 4)
     step = fpipe.build(fpipe.chain(fpipe.split(2), *steps, fpipe.merge(outputs=False))(fpipe.program(model)), model)
@@ -321,13 +317,13 @@ def test_tensors_of_another_layout_flow_between_stages_under_autograd(sparse_sta
     assert all(equal_bits(result, expected) for result in results)
 
 
-def to_jagged(x: Tensor) -> Any:
-    return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
-
-
 LAYOUTS: dict[str, tuple[Any, Any, str]] = {
     "sparse": (Tensor.to_sparse, torch.sparse.mm, "tensor of layout torch.sparse_coo"),
-    "jagged": (to_jagged, lambda x, w: (x @ w).values(), "nested tensor"),
+    "jagged": (
+        lambda x: torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged),
+        lambda x, w: (x @ w).values(),
+        "nested tensor",
+    ),
 }
 
 
