@@ -19,14 +19,15 @@ from fpipe.finding.list_orders import (
     rules,
     tighten_limits,
 )
-from fpipe.finding.named_starts import WITHOUT_COSTS, named_starts
 from fpipe.finding.play import OrderValue
 from fpipe.finding.pool import Contender, contenders_of, improve_pool
 from fpipe.finding.problem import (
+    WITHOUT_COSTS,
     SearchProblem,
     apply_if_legal,
     full_backward_is_cheaper,
     has_kind,
+    named_starts,
     placed_ops,
     recompute_cells,
     recomputed_cells,

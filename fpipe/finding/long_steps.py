@@ -11,10 +11,9 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from fpipe.finding.local_search import LocalSearch
-from fpipe.finding.named_starts import picks_order_by_costs, schedule_of
 from fpipe.finding.play import Needs, order_value
 from fpipe.finding.pool import Contender
-from fpipe.finding.problem import SearchProblem, apply_if_legal
+from fpipe.finding.problem import SearchProblem, apply_if_legal, picks_order_by_costs, schedule_of
 from fpipe.finding.tasks import Rows, SteadyState, Tasks, extrapolate, steady_states, stretch
 from fpipe.model import Source
 from fpipe.program import Program, ProgramError, is_exchange
