@@ -38,7 +38,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return at::make_generator<FakeGenerator>(index < 0 ? current : index);
   }
   bool isPinnedPtr(const void* address) const override {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     auto* block = checker().of(reinterpret_cast<uintptr_t>(address));
     return block && block->owner == HOST;
   }
@@ -78,7 +78,7 @@ std::unique_ptr<at::ObserverContext> on_the_host(const at::RecordFunction& calle
       if (tensor.is_cpu() && tensor.has_storage()) host_tensors.emplace_back(tensor, position);
     }
   }
-  Locked held(checker().lock);
+  Locked lock(checker().lock);
   for (const auto& [tensor, position] : host_tensors) {
     auto use = use_of(tensor, false);
     if (auto* block = checker().of(use.low); !block || block->owner != HOST) continue;
@@ -95,11 +95,11 @@ std::unique_ptr<at::ObserverContext> on_the_host(const at::RecordFunction& calle
 }
 
 std::vector<std::string> reports() {
-  Locked held(checker().lock);
+  Locked lock(checker().lock);
   return {checker().reports.begin(), checker().reports.end()};
 }
 void reset() {
-  Locked held(checker().lock);
+  Locked lock(checker().lock);
   checker().reset();
   ++resets;
 }
@@ -111,12 +111,12 @@ int64_t new_pool() {
 }
 int64_t new_graph() {
   static std::atomic<int64_t> count{0};
-  Locked held(checker().lock);
+  Locked lock(checker().lock);
   graphs[++count] = std::make_unique<Graph>();
   return count;
 }
 void delete_graph(int64_t graph) {
-  Locked held(checker().lock);
+  Locked lock(checker().lock);
   graphs.erase(graph);
 }
 void capture_begin(int64_t graph, int64_t pool, std::string mode) {
@@ -124,7 +124,7 @@ void capture_begin(int64_t graph, int64_t pool, std::string mode) {
 }
 // Add a call of the host to the graph of the current stream, as cudaLaunchHostFunc; it returns whether it failed.
 void capture_call(int64_t address) {
-  Locked held(checker().lock);
+  Locked lock(checker().lock);
   auto stream = agent_on(current);
   auto* capture = capture_of(stream);
   TORCH_CHECK(capture, "fake: a call of the host is added to a stream that is not captured.");
@@ -133,7 +133,7 @@ void capture_call(int64_t address) {
   capture->add(stream, {"host call", 0, {}, run, true});
 }
 bool is_capturing() {
-  Locked held(checker().lock);
+  Locked lock(checker().lock);
   return capture_of(agent_on(current));
 }
 void setup() {

@@ -16,7 +16,7 @@ struct FakeGenerator final : c10::GeneratorImpl {
   explicit FakeGenerator(c10::DeviceIndex index)
       : GeneratorImpl({KIND, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
   void refuse_in_capture() {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     if (auto* capture = capture_of(agent_on(device().index())))
       refuse(capture, "a generator is seeded or set while its stream is captured; do it before the replay.");
   }

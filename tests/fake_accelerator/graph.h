@@ -15,7 +15,7 @@ class Graph {
   void register_state(DrawStatePointer state) { states.insert(state); }
 
   void capture_begin(c10::DeviceIndex device, DrawStatePointer default_state, int64_t pool, const std::string& mode) {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     auto stream = agent_on(device);
     TORCH_CHECK(!capture && nodes.empty(), "fake: this graph is captured already; call reset first.");
     bool is_default = checker().shared.count(stream);
@@ -35,7 +35,7 @@ class Graph {
     captures().push_back(capture.get());
   }
   void capture_end() {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     TORCH_CHECK(capture, "fake: capture_end is called without capture_begin.");
     if (capture->error.empty() && agent_on(device) != capture->origin)
       capture->error = "a capture ends on the stream on which it began.";
@@ -50,7 +50,7 @@ class Graph {
     }
   }
   void replay() {
-    std::unique_lock held(checker().lock);
+    std::unique_lock lock(checker().lock);
     TORCH_CHECK(!capture && pool, "fake: this graph has nothing to replay; capture it first.");
     auto stream = agent_on(device);
     if (auto* capture = capture_for_work(stream, "replay"))
@@ -81,9 +81,9 @@ class Graph {
       checker().queue(node.agent, node.work.seconds, now);
       for (const auto& use : node.work.uses) checker().access(node.agent, use, node.work.name, replays);
       // Python may wait for another thread of it, which may use the device.
-      if (node.work.calls_python) held.unlock();
+      if (node.work.calls_python) lock.unlock();
       node.work.run();
-      if (node.work.calls_python) held.lock();
+      if (node.work.calls_python) lock.lock();
     }
     for (auto agent : agents) {
       checker().record(agent, end);
@@ -92,7 +92,7 @@ class Graph {
     for (auto& [state, offset] : offsets) state->offset += offset;
   }
   void reset() {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     if (capture) finish_capture();
     // As CUDA: a finalizer has nobody to tell, so the capture ends with an error.
     for (auto* running : captures())

@@ -33,7 +33,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::DEFAULT, with_index(of));
   }
   c10::Stream getNewStream(c10::Device of, int = 0) const override {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     return c10::Stream(c10::Stream::UNSAFE, with_index(of), checker().add(with_index(of).index()));
   }
   c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override { return getNewStream(of); }
@@ -47,21 +47,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     synchronize(agent_of(stream), "synchronize");
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     for (Agent stream = 1; stream < checker().count(); ++stream)
       if (checker().device(stream) == index) synchronize(stream, "synchronize");
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     if (!*event) *event = new Event;
     record_event(agent_of(stream), *static_cast<Event*>(*event));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     if (event) wait_event(agent_of(stream), *static_cast<Event*>(event));
   }
   // The event of a handle, for the host to ask.
@@ -72,7 +72,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return event;
   }
   bool queryEvent(void* handle) const override {  // asked again, it has happened meanwhile
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     if (!handle) return true;
     auto& event = event_of(handle, "event.query");
     bool has_passed = std::exchange(event.asked, true) || checker().passed(event);
@@ -80,7 +80,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return has_passed;
   }
   void synchronizeEvent(void* handle) const override {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     if (!handle) return;
     auto& event = event_of(handle, "event.synchronize");
     checker().synchronize(event);
@@ -88,22 +88,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     auto &first = event_of(start, "event.elapsed_time"), &last = event_of(end, "event.elapsed_time");
     TORCH_CHECK(checker().passed(first) && checker().passed(last), "fake: an event has not happened yet");
     return (last.time - first.time) * 1e3;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     checker().record_stream(reinterpret_cast<uintptr_t>(data.get()), agent_of(stream));
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // Memory: of the device that is current, for the stream that is; or of the host, pinned. What is allocated while that
-// stream is captured is of the graph's pool.
+// stream is captured is of the graph's pool, pinned memory too: torch's allocator of it has pools (HostPrivatePool).
 inline void* allocate_memory(size_t bytes, Agent owner) {
-  Locked held(checker().lock);
+  Locked lock(checker().lock);
   auto* capture = capture_of(agent_on(current));
   // A pool has sizes in steps, so that tensors of nearby sizes are handed the same memory, as on CUDA.
   bytes = capture ? (bytes + 511) / 512 * 512 : bytes;
@@ -115,7 +115,7 @@ inline void* allocate_memory(size_t bytes, Agent owner) {
   return memory;
 }
 inline void release_memory(void* memory) {
-  Locked held(checker().lock);
+  Locked lock(checker().lock);
   if (checker().release(reinterpret_cast<uintptr_t>(memory))) free(memory);
 }
 

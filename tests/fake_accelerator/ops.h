@@ -49,15 +49,15 @@ inline at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, 
 // current streams waits for the other.
 inline at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   at::DisableRecordFunctionGuard unseen;
-  bool out = from.is_cpu(), back = to.is_cpu();
+  bool from_host = from.is_cpu(), to_host = to.is_cpu();
   {
-    Locked held(checker().lock);
-    auto device = out ? to.device().index() : from.device().index();
-    auto stream = agent_on(device), target_stream = back ? stream : agent_on(to.device().index());
+    Locked lock(checker().lock);
+    auto device = from_host ? to.device().index() : from.device().index();
+    auto stream = agent_on(device), target_stream = to_host ? stream : agent_on(to.device().index());
     std::string name = stream == target_stream ? "copy" : "copy between devices";
-    if (out || back) name = out ? "copy to the device" : "copy to the host";
-    bool pageable = (out && !from.is_pinned()) || (back && !to.is_pinned());
-    bool waits = (out || back) && (!non_blocking || (back && pageable));
+    if (from_host || to_host) name = from_host ? "copy to the device" : "copy to the host";
+    bool pageable = (from_host && !from.is_pinned()) || (to_host && !to.is_pinned());
+    bool waits = (from_host || to_host) && (!non_blocking || (to_host && pageable));
     if (waits) refuse_wait(name);
     auto* capture = capture_for_work(stream, name);
     if (capture && pageable) refuse(capture, "`" + name + "` uses memory that is not pinned; call pin_memory before.");
@@ -73,7 +73,7 @@ inline at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool n
     if (waits) synchronize(stream, name);
     if (pageable) now.reach(end);
   }
-  (back ? to : on_host(to)).copy_(out ? from : on_host(from));
+  (to_host ? to : on_host(to)).copy_(from_host ? from : on_host(from));
   return to;
 }
 inline at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
@@ -83,7 +83,7 @@ inline at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor&
 inline at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   at::DisableRecordFunctionGuard unseen;
   {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     auto stream = agent_on(tensor.device().index());
     refuse_wait("item");
     queue(stream, {"item", seconds(tensor), {use_of(tensor, false)}});
@@ -148,7 +148,7 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       return captures().empty() ? tensor : tensor.clone();  // a replay has the number of now
     }
     if (device && tensor.device() != *device) {
-      Locked held(checker().lock);
+      Locked lock(checker().lock);
       checker().reports.insert("devices: `" + name + "` is handed tensors of two devices");
       TORCH_CHECK(false, "fake: `", name, "` is handed tensors of ", *device, " and ", tensor.device());
     }
@@ -187,7 +187,7 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::function<at::Generator()> generator;
   Capture* capture;
   {
-    Locked held(checker().lock);
+    Locked lock(checker().lock);
     capture = capture_for_work(stream, name);
     if (waits) refuse_wait(name);
     if (is_random) {
@@ -207,7 +207,7 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   auto results = call(arguments);
 
-  Locked held(checker().lock);
+  Locked lock(checker().lock);
   // Results in new memory; and by position the host's view of each, undefined for a view of an argument.
   std::vector<at::Tensor> new_tensors, new_hosts;
   replace_results(results, result_count, [&](const at::Tensor& result) -> at::Tensor {
