@@ -70,7 +70,7 @@ def first_report(rank: int, wait: Wait) -> str | None:
         for name, scenario in (GRAPH_SCENARIOS if wait.of_graphs else SCENARIOS).items():
             try:
                 reports = scenario()
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:
                 reports = [str(error)]
             if reports:
                 return f"{name}: {reports[0]}"

@@ -22,6 +22,8 @@ import fpipe
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
 OF_PROCESSES = (*WAITS, "wait", "wait_for", "wait_on")
 OF_GRAPHS = (*WAITS, "register_generator_state", "seed", "copy_")
+RESULTS = "lowering/slots.py"
+"""The file that clones the results of a graph."""
 UNSEEN = ("CombinedWork.wait", "ExchangeLane._wait_for_launched", "Replicas._free_finished")
 """Functions that wait for what gloo carries alone, for a loss behind an exchange, or to let go of memory."""
 ROOT = Path(fpipe.__file__).parent
@@ -42,8 +44,8 @@ class Wait(NamedTuple):
 
     @property
     def of_graphs(self) -> bool:
-        """Whether graphs that are captured wait there."""
-        return Path(self.file).parent.name == "capture"
+        """Whether graphs that are captured wait there, or their results are cloned."""
+        return Path(self.file).parent.name == "capture" or self.call == "clone"
 
 
 def find_waits() -> list[Wait]:
@@ -62,7 +64,8 @@ def find_waits() -> list[Wait]:
 
 
 def _removable_names(path: Path) -> tuple[str, ...]:
-    return {"processes": OF_PROCESSES, "capture": OF_GRAPHS}.get(path.parent.name, WAITS)
+    clones = ("clone",) if path.match(RESULTS) else ()
+    return {"processes": OF_PROCESSES, "capture": OF_GRAPHS}.get(path.parent.name, (*WAITS, *clones))
 
 
 @contextmanager
