@@ -5,8 +5,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -40,9 +40,15 @@ def pipeline_program(model: fpipe.Model | int, schedule: Any, *transforms: Any, 
     return fpipe.chain(fpipe.split(microbatches), *transforms, schedule, fpipe.merge())(fpipe.program(model))
 
 
+@cache
+def cut_blocks(count: int, stages: int) -> tuple[fpipe.Model, Any, Any]:
+    """Cut a net of blocks, whose traces all tests of a process share."""
+    return fpipe.from_sequential(blocks(count), stages=stages, loss=MSE)
+
+
 def build_blocks(stages: int = 2, schedule: str = "one_f_one_b", **options: Any) -> tuple[fpipe.Program, Any, Any, Any]:
     """Return a program with one rank a stage, its step in one process, its distributed step, and the parameters."""
-    model, params, _ = fpipe.from_sequential(blocks(stages), stages=stages, loss=MSE)
+    model, params, _ = cut_blocks(stages, stages)
     program = pipeline_program(model, fpipe.schedules.get(schedule)(stages))
     step = fpipe.build(program, model, runtime="distributed", **{"example": (params, rows())} | options)
     return program, fpipe.build(program, model), step, params
@@ -130,25 +136,22 @@ def norm_model() -> tuple[fpipe.Model, Any, Any]:
     return fpipe.from_sequential(nn.Sequential(*layers), stages=2, loss=MSE)
 
 
-def cut_blocks(stages: int) -> Callable[[], tuple[fpipe.Model, Any, Any]]:
-    return lambda: fpipe.from_sequential(blocks(), stages=stages, loss=MSE)
-
-
+in_two, in_four = (partial(cut_blocks, 4, stages) for stages in (2, 4))
 IN_ORDER = fpipe.schedules.from_table("0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2 \n 1F0 1F1 1F2 1B0 1B1 1B2")
 OUT_OF_ORDER = fpipe.schedules.from_table("0F2 0F0 0F1 2F0 2F2 2F1 2B1 2B2 2B0 0B1 0B2 0B0 \n 1F2 1F0 1F1 1B2 1B0 1B1")
 PROGRAMS: dict[str, tuple[Any, ...]] = {
-    **{name: (cut_blocks(2), fpipe.schedules.get(name)(2)) for name in ("gpipe", "one_f_one_b", "dualpipe", "chimera")},
-    **{name: (cut_blocks(4), fpipe.schedules.get(name)(2)) for name in ("interleaved", "zbv", "dualpipev", "hanayo")},
-    "interleaved_zb": (cut_blocks(4), fpipe.schedules.interleaved_zb(2)),
-    "weights of a host rank": (cut_blocks(4), fpipe.schedules.roundpipe(2)),
+    **{name: (in_two, fpipe.schedules.get(name)(2)) for name in ("gpipe", "one_f_one_b", "dualpipe", "chimera")},
+    **{name: (in_four, fpipe.schedules.get(name)(2)) for name in ("interleaved", "zbv", "dualpipev", "hanayo")},
+    "interleaved_zb": (in_four, fpipe.schedules.interleaved_zb(2)),
+    "weights of a host rank": (in_four, fpipe.schedules.roundpipe(2)),
     "norms and dropout": (norm_model, fpipe.schedules.zb_h1(2)),
     "skips, in order": (skip_model, IN_ORDER),
     "skips, out of order": (skip_model, OUT_OF_ORDER),
     "skips, recomputed": (skip_model, fpipe.checkpoint("always"), IN_ORDER),
-    "offloaded to the host": (cut_blocks(4), fpipe.schedules.zbv(2), fpipe.offload()),
-    "offloaded to a rank": (cut_blocks(4), fpipe.schedules.zbv(2), fpipe.offload(destination=lambda rank: 1 - rank)),
-    "split backward": (cut_blocks(2), fpipe.split_backward(), fpipe.schedules.one_f_one_b(2)),
-    "recomputed": (cut_blocks(4), fpipe.checkpoint("always"), fpipe.schedules.interleaved(2)),
+    "offloaded to the host": (in_four, fpipe.schedules.zbv(2), fpipe.offload()),
+    "offloaded to a rank": (in_four, fpipe.schedules.zbv(2), fpipe.offload(destination=lambda rank: 1 - rank)),
+    "split backward": (in_two, fpipe.split_backward(), fpipe.schedules.one_f_one_b(2)),
+    "recomputed": (in_four, fpipe.checkpoint("always"), fpipe.schedules.interleaved(2)),
 }
 
 

@@ -19,8 +19,8 @@ from tests.processes import SOON, Processes, receive_answer, several_groups, tim
 from tests.test_distributed import (
     MSE,
     TROUBLE,
-    blocks,
     build_blocks,
+    cut_blocks,
     differing_fields,
     fail_on_one_rank,
     kill,
@@ -163,7 +163,7 @@ BUILD_REFUSALS: dict[str, dict[str, Any]] = {
 def build_with_refusal(rank: int, culprit: int, message: str) -> tuple[str, bool]:
     """Build a step on all ranks, with refused options on a single rank."""
     build_three_stages()
-    model, params, _ = fpipe.from_sequential(blocks(3), stages=3, loss=MSE)
+    model, params, _ = cut_blocks(3, 3)
     defaults = {
         "program": pipeline_program(model, fpipe.schedules.zb_h1(3)),
         "model": model,
@@ -260,7 +260,7 @@ def test_the_rank_that_keeps_the_store_is_named():
 
 def leave_after_refusal(rank: int, reason: str) -> str:
     """Build a step that fails on both ranks, and end the process of rank 0 at once."""
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    model, params, _ = cut_blocks(2, 2)
     program = pipeline_program(model, fpipe.schedules.gpipe(2), microbatches=4 if reason == "refused" or rank else 5)
     try:
         example = None if reason == "refused" and rank == 0 else (params, rows())

@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 import fpipe
 from fpipe.runtimes.processes.transfers import Transfers
 from tests.processes import SOON, Processes, time_call
-from tests.test_distributed import MSE, blocks, build_blocks, local_part, pipeline_program, rows
+from tests.test_distributed import MSE, build_blocks, cut_blocks, local_part, pipeline_program, rows
 
 ORDERS = {"both send": False, "one only receives": True}
 
 
 def call_in_another_order(rank: int, forward: bool) -> tuple[str, float]:
     """Call two steps with messages of equal sizes, as A B on rank 0 and as B A on rank 1."""
-    model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
+    model, params, _ = cut_blocks(4, 2)
     train = pipeline_program(model, fpipe.schedules.one_f_one_b(2))
     program = fpipe.forward_only()(train) if forward else train
     steps = [
@@ -44,7 +44,7 @@ def test_steps_called_in_different_orders_fail_on_both_ranks(forward: bool):
 
 def count_freed_buffers(rank: int, schedule: str) -> tuple[int, int]:
     """Return how many send buffers this rank has freed at the end of a step, and how many there were."""
-    model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
+    model, params, _ = cut_blocks(4, 2)
     program = pipeline_program(model, fpipe.schedules.get(schedule)(2), microbatches=8)
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows(16)))
     counts, wait_for_sends = list[tuple[int, int]](), Transfers.wait_for_sends
@@ -196,7 +196,7 @@ def test_a_rank_without_a_batch_compares_none(trio: Processes):
 
 def step_on_replicas(rank: int, has_other_rows: bool) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
+    model, params, _ = cut_blocks(4, 2)
     program = pipeline_program(model, fpipe.schedules.one_f_one_b(2), microbatches=2)
     program = fpipe.data_parallel("dp")(program)
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows(4)))
