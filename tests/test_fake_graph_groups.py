@@ -67,6 +67,25 @@ def test_each_replay_sends_again(pair: Processes):
     assert pair.run(replay_exchanges) == [[], []]
 
 
+def capture_one_side(rank: int) -> str:
+    """Replay the receive of a message that is sent without a graph."""
+    group, x = dist.new_group(backend=NAME), torch.zeros(4, device="fake:0")
+
+    def receive() -> None:
+        dist.irecv(x, 0, group=group).wait()
+
+    if rank == 0:
+        dist.isend(x, 1, group=group).wait()
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        captured_of(receive)[0].replay()
+    return str(error.value)
+
+
+def test_both_sides_capture_a_message(pair: Processes):
+    assert pair.run(capture_one_side) == ["", "fake: message 0>1 1 is captured by one side alone."]
+
+
 def leave_unjoined(rank: int) -> str:
     group = dist.new_group(backend=NAME)
     with pytest.raises(RuntimeError) as refusal:

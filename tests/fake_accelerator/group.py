@@ -15,6 +15,7 @@ graph, so each replay sends and receives again.
 from __future__ import annotations
 
 import ctypes
+import types
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -58,7 +59,7 @@ class QueuedWork:
     def __init__(
         self,
         communicator: Communicator,
-        start: Callable[[], tuple[Any, Callable[[], bool]]],
+        start: Callable[[bool], tuple[Any, Callable[[], bool]]],
         outputs: Sequence[Tensor],
         host_outputs: list[Tensor],
     ) -> None:
@@ -83,7 +84,7 @@ class QueuedWork:
         if self.transport is not None and not self.has_arrived:
             self.transport.wait()
         self.has_arrived = False
-        self.transport, self.is_ready = self.start_transport()
+        self.transport, self.is_ready = self.start_transport(self.is_captured)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         stream = torch.accelerator.current_stream(self.communicator.stream.device)
@@ -207,8 +208,8 @@ class OrderedGroup(dist.ProcessGroup):
         return start([rows], [output]) if rows.is_cpu else self._collective([rows], [output], start)
 
     def _collective(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], start: Callable[..., Any]) -> Any:
-        def start_and_query(*hosts: list[Tensor]) -> Any:
-            work = start(*hosts)
+        def start_and_query(host_inputs: list[Tensor], host_outputs: list[Tensor], is_captured: bool) -> Any:
+            work = start(host_inputs, host_outputs)
             return work, work.is_completed
 
         queued_work = self._enqueue("all", inputs, outputs, start_and_query)
@@ -220,16 +221,23 @@ class OrderedGroup(dist.ProcessGroup):
     def _transfer(self, source: int, target: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> QueuedWork:
         """Queue a send or a receive, whose start marks in the store that this side has reached it."""
 
-        def start(host_inputs: list[Tensor], host_outputs: list[Tensor]) -> Any:
+        def start(host_inputs: list[Tensor], host_outputs: list[Tensor], is_captured: bool) -> Any:
             self._transfer_counts[source, target] += 1
             number, sends = self._transfer_counts[source, target], bool(host_inputs)
             sides = ("from", "to") if sends else ("to", "from")
             local_key, peer_key = (f"{source}>{target} {number} {side}" for side in sides)
-            self._store.set(local_key, "")
+            self._store.set(local_key, str(is_captured))
+
+            def wait() -> None:
+                work.wait()
+                # The user guide of NCCL: an operation is captured by all of its processes, or by none.
+                if not sends and self._store.get(peer_key).decode() != str(is_captured):
+                    raise RuntimeError(f"fake: message {source}>{target} {number} is captured by one side alone.")
+
             work = (
                 self._gloo.send(host_inputs, target, number) if sends else self._gloo.recv(host_outputs, source, number)
             )
-            return work, lambda: self._store.check([peer_key])
+            return types.SimpleNamespace(wait=wait), lambda: self._store.check([peer_key])
 
         return self._enqueue({source, target}, inputs, outputs, start)
 
