@@ -15,6 +15,7 @@ from tests.processes import SOON, Processes, count_resources, receive_answer, se
 from tests.test_distributed import (
     MSE,
     blocks,
+    cut_blocks,
     fail_on_one_rank,
     hang,
     is_equal_tree,
@@ -51,7 +52,7 @@ def test_a_missing_mesh_is_refused_with_the_call_to_make_it(four: Processes):
 
 
 def refuse_missing_mesh(rank: int) -> bool:
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    model, params, _ = cut_blocks(2, 2)
     program = replicated(model, fpipe.schedules.gpipe(2))
     for mesh in (None, init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pp"))):
         with pytest.raises(ValueError, match=r"Say mesh=init_device_mesh\(device, \(replicas, 2\), mesh_dim_names="):
@@ -206,7 +207,7 @@ def test_a_mesh_may_have_one_rank_or_one_replica(four: Processes, shape: tuple[i
 def change_row_counts(rank: int, count: int) -> list[str]:
     """Run steps with another number of rows, first in all replicas and then in one."""
     _, replica, _ = meshed()
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    model, params, _ = cut_blocks(2, 2)
     step, local_params = started(model, params, replicated(model), rows(6))
     return [time_call(lambda n=n: step(local_params, rows(n[replica])))[0] for n in ([8, 8], [6, count])]
 
@@ -251,7 +252,7 @@ def test_all_replicas_name_the_rank_that_differs(four: Processes, difference: st
 
 def change_keys(rank: int) -> list[str]:
     _, replica, _ = meshed()
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    model, params, _ = cut_blocks(2, 2)
     step, local_params = started(model, params, replicated(model, microbatches=3), rows())
     return [time_call(lambda key=key: step(local_params, rows(), key=key))[0] for key in (7, 8 + replica)]
 
@@ -263,7 +264,7 @@ def test_unequal_keys_in_a_later_step_are_refused_on_all_replicas(four: Processe
 
 
 def refuse_on_one_rank(rank: int) -> str:
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    model, params, _ = cut_blocks(2, 2)
     with pytest.raises((ValueError, RuntimeError)) as error_info:
         started(model, params, replicated(model), rows(), loss_scale=-1 if rank == 2 else 1)
     return str(error_info.value)

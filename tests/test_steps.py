@@ -12,7 +12,7 @@ import fpipe
 from tests.processes import Processes
 from tests.refusals import refusals
 from tests.test_distributed import MSE, local_part
-from tests.test_update import differences, join_stages, net_of, run_torch_loop
+from tests.test_update import cut_net, differences, join_stages, net_of, run_torch_loop
 
 
 def make_batches(count: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
@@ -58,7 +58,7 @@ def run_plain_loop(net: nn.Module, batches: list[Any], delays: list[int], clip: 
 def test_steps_have_the_bits_of_a_plain_loop(schedule: str, clip: float | None, options: dict[str, Any]):
     net, batches = net_of(), make_batches(3)
     stages = 2 if schedule in ("one_f_one_b", "zb_h2", "dualpipe") else 4
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
+    model, params, _ = cut_net(stages)
     program = program_of(model, fpipe.schedules.get(schedule)(2), fpipe.steps(3), clip=clip)
     assert program.steps == 3
     assert fpipe.Program.parse(str(program)) == program
@@ -82,7 +82,7 @@ def test_stale_steps_have_the_bits_of_a_loop_with_equal_delays(
     stale: Any, delays: list[int], clip: Any, options: dict[str, Any]
 ):
     net, batches = net_of(), make_batches(5)
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
+    model, params, _ = cut_net(4)
     program = program_of(model, fpipe.steps(5, stale=stale), fpipe.schedules.one_f_one_b(4), clip=clip)
     result = fpipe.build(program, model, **options)(
         params, batches, opt=fpipe.optimizer_state(program, params), lr=0.01
@@ -98,7 +98,7 @@ def test_stale_steps_have_the_bits_of_a_loop_with_equal_delays(
 def test_a_host_updates_while_the_next_step_runs_forward(options: dict[str, Any]):
     """RoundPipe's asynchronous step keeps parameters and Adam's state on a host, which stale= used to refuse."""
     net, batches = net_of(), make_batches(3)
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
+    model, params, _ = cut_net(4)
     parts = fpipe.split(4), fpipe.schedules.roundpipe(2), fpipe.merge(outputs=False), fpipe.update("AdamW", clip=0.05)
     program = fpipe.chain(*parts, fpipe.steps(3, stale=1))(fpipe.program(model))
     events = fpipe.simulate(program, fpipe.Costs(1, 1, 1, update=2)).events

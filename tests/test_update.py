@@ -3,6 +3,7 @@
 import copy
 import inspect
 from fnmatch import fnmatch
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,6 +38,12 @@ CLIPS = {"no clip": None, "clipped": 0.05, "below": 100.0}
 def net_of(stages: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(stages)))
+
+
+@cache
+def cut_net(stages: int) -> tuple[fpipe.Model, Any, Any]:
+    """Cut a net that no test writes, so that all share its traces."""
+    return fpipe.from_sequential(net_of(), stages=stages, loss=MSE)
 
 
 def updating_program(
@@ -99,8 +106,7 @@ def differences(net: nn.Module, optimizer: Any, result: fpipe.Result) -> list[st
 @pytest.mark.parametrize("rule", RULES)
 def test_steps_have_the_bits_of_torchs_own_loop(rule: str, clip: str):
     (name, settings), lrs = RULES[rule], [0.02, 0.01, 0.003]
-    net, batch = net_of(), rows(8)
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
+    (model, params, _), net, batch = NET_IN_FOUR, net_of(), rows(8)
     program = updating_program(model, fpipe.schedules.interleaved(2), name, CLIPS[clip], **settings)
     opt = fpipe.optimizer_state(program, params)
     step = fpipe.build(program, model)
@@ -179,8 +185,7 @@ GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", GROUPS)
 def test_the_first_group_that_fits_a_name_gives_its_settings(case: str):
-    (rule, settings, groups), net, batch = GROUPS[case], net_of(), rows(8)
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
+    (rule, settings, groups), (model, params, _), net, batch = GROUPS[case], NET_IN_FOUR, net_of(), rows(8)
     program = updating_program(model, fpipe.schedules.gpipe(2), rule, None, groups=groups, **settings)
     result = fpipe.build(program, model)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
     assign_grads_by_hand(net, batch)
@@ -195,8 +200,7 @@ def test_the_first_group_that_fits_a_name_gives_its_settings(case: str):
 
 @pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=str)
 def test_settings_that_the_program_leaves_open_are_inputs_of_a_step(options: dict[str, Any]):
-    net, batch, decays = net_of(), rows(8), [0.3, 0.2, None]
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    (model, params, _), net, batch, decays = NET, net_of(), rows(8), [0.3, 0.2, None]
     groups = {"*bias": {"weight_decay": 0.0}}
     program = fpipe.steps(3)(updating_program(model, fpipe.schedules.one_f_one_b(2), "AdamW", None, groups=groups))
     rates = [0.01 if decay is None else {"lr": 0.01, "weight_decay": decay} for decay in decays]
@@ -260,7 +264,7 @@ def chain_after_split(*transforms: Any) -> object:
 
 MODEL = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).sum())
 PARAMS, BATCH = ({"w": torch.tensor(3.0)},), (torch.ones(2), torch.ones(2))
-NET = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
+NET, NET_IN_FOUR = cut_net(2), cut_net(4)
 SQUARE, _, _ = fpipe.from_sequential(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))), 4, loss=MSE)
 
 
@@ -571,7 +575,7 @@ def test_sizes_count_the_memory_of_an_update():
 
 
 def test_an_update_is_profiled_and_timed():
-    model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
+    model, params, _ = NET
     costs = fpipe.profile(updating_program(model, fpipe.schedules.gpipe(2), "AdamW"), model, params, rows(8))
     assert all(seconds > 0 for seconds in costs.update)  # type: ignore[union-attr]
 
