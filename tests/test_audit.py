@@ -1,6 +1,7 @@
 """Audits find Python values that change after the trace, and kernels that compute wrongly."""
 
 import random
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -184,6 +185,78 @@ def test_audit_finds_python_numbers_frozen_in_a_graph(kind: str):
         Trainer(cut_graphs(net_with(PythonFactor(kind))))(2)
 
 
+class Counting(nn.Module):
+    """Count the calls in a plain attribute; the output follows from the count in a `warmup`."""
+
+    def __init__(self, warmup: int) -> None:
+        super().__init__()
+        self.calls, self.warmup = 0, warmup
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1.0 if self.calls >= self.warmup else 0.5)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("warmup", [0, 5000])
+def test_audit_finds_a_count_of_calls_from_which_the_output_follows(cut: Callable[..., Any], warmup: int):
+    """Used to pass: the count was put back after each run of the definition, so it never came to its end."""
+    trainer = Trainer(cut(net_with(Counting(warmup))))
+    if not warmup:
+        trainer()
+        return
+    with pytest.raises(fpipe.StepChanged, match=r"results follow from 'calls' of module '1' \(Counting\)"):
+        trainer()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_audit_finds_a_layer_that_is_unfrozen_by_a_detach_that_ends(cut: Callable[..., Any]):
+    """Used to pass: the next stage computed no gradient of its input, so the audit took none of the output."""
+    trainer = Trainer(cut(net_with(Detached())))
+    trainer()
+    Detached.is_on = False
+    try:
+        with pytest.raises(
+            fpipe.StepChanged, match=r"output \(y\[0,.\]\) has a gradient, and had none|gradient of 0.weight"
+        ):
+            trainer()
+    finally:
+        Detached.is_on = True
+
+
+class Detached(nn.Module):
+    is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() if self.is_on else x
+
+
+def test_audit_compares_the_state_of_a_whole_net():
+    """Used to pass: a momentum that is annealed changes no loss and no gradient, only the statistics for eval."""
+    norm = nn.BatchNorm1d(4)
+    trainer = Trainer(cut_graphs(net_with(norm)))
+    trainer(4)
+    norm.momentum = 0.5
+    with pytest.raises(
+        fpipe.StepChanged, match=r"The state 1.running_mean .*'momentum' of module '1' .*0.1 and is 0.5"
+    ):
+        trainer()
+
+
+@pytest.mark.parametrize("audit", ["always", "never"])
+def test_hooks_on_all_modules_are_refused_where_graphs_run(audit: Any):
+    """Used to be told to run under autograd, where the graphs of a net do not call them either."""
+    trainer = Trainer(cut_graphs(net_with()), audit=audit)
+    trainer()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(fpipe.StepChanged, match="there are hooks on all modules, and no graph of a net calls them"):
+            trainer()
+    finally:
+        handle.remove()
+    trainer()
+
+
 def test_audit_finds_one_wrong_bit_of_a_gradient(monkeypatch: pytest.MonkeyPatch):
     code_of = instructions.generate_code
 
@@ -295,6 +368,71 @@ def test_correct_updates_pass_the_audit(donate: bool):
     for _ in range(6):
         result = step(params, [BATCH, BATCH], opt=opt, lr=0.1)
         params, opt = result.params, result.opt
+
+
+TEMPERATURES = [1.0]
+
+
+class Scaled(nn.Module):
+    """Multiply by a number that follows from other Python than attributes, chosen by `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.kind == "own count"
+        if self.kind == "constant":
+            return x * torch.tensor(TEMPERATURES[0])
+        if self.kind == "draws":
+            return x * random.random()
+        return x * (TEMPERATURES[0] if self.kind != "own count" or self.calls < 100 else 0.5)
+
+
+def train_cut_net(rank: int, kind: str, is_on_meta: bool) -> str:
+    """Train a net that is cut into graphs on two processes, and change its Python before the fourth step."""
+    TEMPERATURES[0] = 1.0
+    random.seed(0)  # all ranks cut the same net
+    with torch.device("meta" if is_on_meta else "cpu"):
+        net = net_with(Scaled(kind), nn.Dropout(0.5), nn.BatchNorm1d(4))
+        model, params, state = fpipe.from_module(
+            net, 2, example=tuple(torch.zeros(8, 4) for _ in BATCH), loss=F.mse_loss
+        )
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, BATCH, state), audit="always")
+    if is_on_meta:
+        params = fpipe.init_params(model, program, rank)
+        state = fpipe.init_params(model, program, rank, state=state)
+    params, state = (fpipe.local_params(program, part, rank) for part in (params, state))
+    try:
+        for key in range(5):
+            if key == 3 and kind in ("global", "constant"):
+                TEMPERATURES[0] = 2.0
+            if key == 3 and kind == "attribute":
+                net[2].p = 0.9
+            state = step(params, BATCH, state=state, key=key).state
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no accusation"
+
+
+NET_DIFFERENCES = {
+    "nothing": "no accusation",
+    "global": "op .* is aten.mul.Tensor.*, 2.0. now, and was aten.mul.Tensor",
+    "constant": "op .* is aten.lift_fresh.default.2.0. now, and was aten.lift_fresh.default.1.0.",
+    "attribute": "op .* is aten.bernoulli_.float.* now, and was .*'p' of module '2' .Dropout., which was 0.5 and is",
+    "draws": "op .* is aten.mul.Tensor",
+    "own count": "results follow from 'calls' of module '1' .Scaled.",
+}
+
+
+@pytest.mark.parametrize("is_on_meta", [False, True])
+@pytest.mark.parametrize("kind", NET_DIFFERENCES)
+def test_each_rank_compares_the_ops_that_the_python_of_a_cut_net_calls(pair: Processes, kind: str, is_on_meta: bool):
+    """Used to pass unseen: no rank has the parameters to run the whole net, but fake tensors will do."""
+    for outcome in pair.run(train_cut_net, kind, is_on_meta):
+        is_remote_error = outcome.startswith("RankError")
+        assert is_remote_error or re.search(NET_DIFFERENCES[kind], outcome), outcome
 
 
 def train_rank(rank: int, anneals: bool) -> str:

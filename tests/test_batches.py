@@ -327,6 +327,8 @@ run(fpipe.split(3), (X.clone().requires_grad_(), T))
     in its .detach().
 run(fpipe.chain(fpipe.split(2), fpipe.merge()), ({"x": X, "soft": nn.Parameter(X)}, T))
     ValueError: inputs['soft'] requires a gradient
+run(fpipe.chain(fpipe.split(2), fpipe.merge()), (X, {"teacher": T.clone().requires_grad_()}))
+    ValueError: target['teacher'] requires a gradient, which would be lost: hand in its .detach().
 fpipe.reference(fpipe.from_functions([linear] * 2, mean), params(), (X.clone().requires_grad_(), T))
     ValueError: inputs requires a gradient, which would be lost: say input_grads=True, or hand in
 fpipe.split(3, rows=6, presplit=True)

@@ -365,13 +365,14 @@ def test_a_trace_keeps_the_draws_of_another_thread():
     assert all(map(torch.equal, drawn, expected))
 
 
-def test_a_key_repeated_in_two_steps_warns_once():
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_key_repeated_in_two_steps_warns_once(trace: bool):
     """Used to drop the same units in every step if the key never changed, without a warning."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     batch = torch.randn(4, 4), torch.randn(4, 4)
-    first_step, second_step, repeated_step = (fpipe.build(program, model) for _ in range(3))
+    first_step, second_step, repeated_step = (fpipe.build(program, model, trace=trace) for _ in range(3))
     for _ in range(2):  # the same step again
         repeated_step(params, batch, key=0)
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """gather_state_dict returns the net's whole state_dict if parts are frozen, tied or on meta."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,20 @@ class Shifted(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.scale + self.shift
+
+
+class Versioned(nn.Linear):
+    """A layer with a state that is no tensor, as quantized layers have."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.version = 1
+
+    def get_extra_state(self) -> Any:
+        return {"version": self.version}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.version = state["version"]
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
@@ -109,6 +124,21 @@ def test_a_trained_net_is_loaded_strictly(name: str, door: str, tmp_path: Path):
     file_tensors = load_file(file)
     fresh.load_state_dict(file_tensors)
     assert all(torch.equal(leaf, state_dict[name]) for name, leaf in file_tensors.items())
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_extra_states_are_gathered(door: str, tmp_path: Path):
+    """Used to be left out, so that a strict load failed."""
+    net = nn.Sequential(linear(), Versioned())
+    net[1].version = 2
+    model, program, result = train_one_step(net, door)
+    fresh = nn.Sequential(linear(), Versioned())
+    fresh.load_state_dict(fpipe.gather_state_dict(program, result.params, model=model) or {})
+    assert fresh[1].version == 2
+    with pytest.raises(
+        ValueError, match=re.escape("a .safetensors file cannot hold '1._extra_state': gather the dict")
+    ):
+        fpipe.gather_state_dict(program, result.params, model=model, file=tmp_path / "net.safetensors")
 
 
 class Spare(nn.Module):

@@ -390,8 +390,8 @@ fpipe.optimizer_state(updating_program(NET[0], fpipe.schedules.gpipe(2), "Muon")
     ValueError: Muon is of matrices alone, and there is a parameter of shape [8]
 fpipe.build(chain_after_split(fpipe.merge(), fpipe.shard(), fpipe.update("Muon")), SQUARE)
     ValueError: Muon looks at whole matrices
-fpipe.build(program_of("AdamW", capturable=True), MODEL)
-    ValueError: takes no step with
+fpipe.optimizer_state(program_of("AdamW", capturable=True), PARAMS)
+    ValueError: capturable=True is of parameters on an accelerator; these are on the CPU. Leave it out.
 step_by_own_rule(lambda p, g, s, lr: (p, s), decay=0.1)
     ValueError: Own takes no decay=; it takes lr
 step_by_own_rule(lambda p, g, s, lr: (p.sub_(g), s))

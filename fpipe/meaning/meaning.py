@@ -30,7 +30,7 @@ from fpipe.meaning.single_device.params_and_state import (
     as_streams,
     check_batch,
     check_batches,
-    refuse_inputs_that_require_grad,
+    refuse_lost_gradients,
     rows_per_microbatch,
 )
 from fpipe.meaning.updates import take_norms, unscale, update_params, validate
@@ -81,21 +81,24 @@ def check_and_measure_batch(program: Program, batch: Any) -> tuple[Any, tuple[in
             sizes.add(count_batch_rows(pair, spec))
         if len(sizes) > 1:
             raise ValueError(f"batches of all steps have equally many rows; found {sorted(sizes)}.")
-        _refuse_inputs_that_require_grad(program, [pair[0] for pair in batches])
+        _refuse_lost_gradients(program, tuple(zip(*batches, strict=True)))
         return batch, (*sizes,)
     if "presplit" in settings:
         streams = as_streams(batch, settings["count"])
-        _refuse_inputs_that_require_grad(program, streams[0])
+        _refuse_lost_gradients(program, streams)
         return streams, rows_per_microbatch(streams, spec)
     check_batch(batch)
-    _refuse_inputs_that_require_grad(program, batch[0])
+    _refuse_lost_gradients(program, batch)
     return batch, (count_batch_rows(batch, spec),)
 
 
-def _refuse_inputs_that_require_grad(program: Program, inputs: Any) -> None:
+def _refuse_lost_gradients(program: Program, batch: Any) -> None:
     ends = {end.name.name for end in program.outputs}
-    if not ends.isdisjoint(("grads", "params")) and "input_grads" not in ends:
-        refuse_inputs_that_require_grad(inputs, "fpipe.program(model, input_grads=True)")
+    if not ends.isdisjoint(("grads", "params")):
+        inputs, target = batch
+        refuse_lost_gradients(
+            None if "input_grads" in ends else inputs, target, "fpipe.program(model, input_grads=True)"
+        )
 
 
 def add_leaves(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:

@@ -19,6 +19,7 @@ from fpipe.meaning.by_autograd import Residuals, StageInputs, StepContext
 from fpipe.meaning.devices import BATCH, bring_batch_leaf, check_at_home, find_moves, input_homes
 from fpipe.meaning.inputs_and_results import bind_inputs, check_inputs, collect_results, make_context
 from fpipe.meaning.meaning import RULES, check_and_measure_batch, make_cast
+from fpipe.meaning.purity.keys import KeyWatch, collect_drawing
 from fpipe.meaning.recorder import RecordedRow, Recorder, in_range, storages_of
 from fpipe.meaning.single_device.params_and_state import refuse_unloaded
 from fpipe.meaning.single_device.result import Result
@@ -60,8 +61,18 @@ def walk(
             values_freed_by_op[position].append(value)
     rows = [RecordedRow((op,), op.writes, freed) for op, freed in zip(program.ops, values_freed_by_op, strict=True)]
     moves, homes = find_moves(program, devices), input_homes(program, devices)
+    key_watch = KeyWatch()
 
     def run(inputs: StepInputs) -> Result:
+        if key_watch.is_complete or inputs.key is None:
+            return walk_once(inputs)
+        with collect_drawing() as drawing:
+            result = walk_once(inputs)
+        if drawing:
+            key_watch.note(inputs.key, tree.leaves(inputs.params))
+        return result
+
+    def walk_once(inputs: StepInputs) -> Result:
         # 2. Check the arguments, bind them to the program's inputs, and bring them to their devices.
         check_inputs(program, model, inputs)
         if not devices:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import outside_autocast
+from fpipe.meaning.purity.attributes import AttributeSnapshot, CallCounter
 from fpipe.meaning.purity.outputs import split_loss
 from fpipe.meaning.single_device.microbatch import join
 from fpipe.meaning.single_device.microbatch_graph import add_optional
@@ -197,21 +198,41 @@ def check_function(
     result: Result,
     key: int | None,
     state: Sequence[Any] | None = None,
-) -> None:
+) -> list[CallCounter]:
     """Compare the results of the stages with the model's own function, microbatch by microbatch, to rounding.
 
     Args:
-        model, params, key, state: as for `reference`; a net writes into copies of its state.
+        model, params, key, state: as for `reference`.
         microbatches: the microbatches, each with its count of rows.
         result: the result of the stages.
 
+    Returns:
+        The numbers among the attributes of modules that the function changed; they are put back.
+
     Raises:
-        GradientMismatch: another loss or gradient; the microbatch or the parameter is named.
+        GradientMismatch: another loss, gradient or state; the microbatch or the leaf is named.
     """
     if model.function is None:
-        return
+        return []
+    attributes = AttributeSnapshot([] if model.fingerprint is None else model.fingerprint.modules, with_containers=True)
+    try:
+        _check_function(model, model.function, params, microbatches, result, key, state)
+        return attributes.counters()
+    finally:
+        attributes.restore()
+
+
+def _check_function(
+    model: Model,
+    function: LossFunction,
+    params: Sequence[Any],
+    microbatches: Sequence[tuple[tuple[Any, Any], int]],
+    result: Result,
+    key: int | None,
+    state: Sequence[Any] | None,
+) -> None:
     # 1. Parameters by name, as the function takes them, whatever their stages.
-    name_of_function, explanation = model.function.who, _FUNCTION_DIFFERS.format(model.function.door)
+    name_of_function, explanation = function.who, _FUNCTION_DIFFERS.format(function.door)
     is_trainable_by_name = dict[str, bool]()
     for stage, stage_params in enumerate(params):
         is_trainable_by_name |= zip(stage_params, trainable_leaves(model, stage, stage_params), strict=True)
@@ -220,22 +241,30 @@ def check_function(
     total_rows = sum(size for _, size in microbatches)
     total: list[Tensor | None] = [None] * len(leaf_by_name)
     divisor: Any = 0
+    # A net takes its buffers by name, too, and replaces them by their next values.
+    buffers = {name: leaf.clone() for stage in state or () for name, leaf in (stage or {}).items()}
     # 2. Run the function on each microbatch, compare its loss, and add its gradients up.
     for index, (part, size) in enumerate(microbatches):
         leaves = {name: leaf_by_name[name].detach().requires_grad_(is_trainable_by_name[name]) for name in leaf_names}
-        # A net takes its buffers by name, too.
-        buffers = {name: leaf.clone() for stage in state or () for name, leaf in (stage or {}).items()}
         arguments = tree.unflatten(model.params_spec[1], leaves.values()) if model.params_spec else leaves | buffers
         with torch.enable_grad():
-            function_result = model.function.call(arguments, part, key, index)
+            function_result = function.call(arguments, part, key, index)
             loss, count, _ = split_loss(function_result, model.reduction, model.aux, f"what {name_of_function} returns")
             weighted = loss * (size / total_rows if model.reduction == "mean" else 1.0)
+        buffers = {name: arguments[name].detach() for name in buffers}
         stage_loss = result.losses[index]
-        if not _agree_with_function(stage_loss, loss.detach(), model.function):
+        if not _agree_with_function(stage_loss, loss.detach(), function):
             numbers = f"{float(stage_loss):.6g} by the stages and {float(loss.detach()):.6g} by {name_of_function}"
             raise GradientMismatch(f"The loss of microbatch {index} is {numbers}: {explanation}")
         total = [*map(add_optional, total, _grads_of_leaves(weighted, [*leaves.values()]))]
         divisor += count if model.reduction == "count" else 0
+    # The statistics of batch norms follow from a momentum that changes no loss and no gradient.
+    for name, leaf in ((name, leaf) for stage in result.state or () for name, leaf in (stage or {}).items()):
+        if name in buffers and not _agree_with_function(_as_floating(leaf), _as_floating(buffers[name]), function):
+            error = largest_difference(leaf, buffers[name])
+            raise GradientMismatch(
+                f"The state {name} by the stages is off by up to {error:.3g} from {name_of_function}'s: {explanation}"
+            )
     divisor = divisor if divisor != 0 else 1
     grad_by_name = {name: grad for stage in result.grads for name, grad in stage.items()}
     named_totals = zip(leaf_names, total, strict=True)
@@ -248,13 +277,17 @@ def check_function(
     total_norm = joint_norm(expected_by_name.values())
     for name, grad in expected_by_name.items():
         stage_grad = torch.zeros_like(grad) if grad_by_name[name] is None else grad_by_name[name]
-        agrees = _agree_with_function(stage_grad, grad, model.function)
+        agrees = _agree_with_function(stage_grad, grad, function)
         if not agrees and not are_negligible(stage_grad, grad, total_norm):
             error = largest_difference(stage_grad, grad)
             raise GradientMismatch(
                 f"The gradient of {name} by the stages is off by up to {error:.3g} from {name_of_function}'s: "
                 f"{explanation}"
             )
+
+
+def _as_floating(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
 
 
 def _grads_of_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:

@@ -85,10 +85,10 @@ def train_by_sgd(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tenso
     return params
 
 
-def train_by_adamw(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+def train_by_adamw(net: nn.Sequential, batch: tuple[Tensor, Tensor], **settings: Any) -> list[Tensor]:
     """Train by AdamW with clipped gradients under plain autograd and return the parameters."""
     params = [*net.parameters()]
-    optimizer = torch.optim.AdamW(params, lr=0.1, foreach=False)
+    optimizer = torch.optim.AdamW(params, **{"lr": 0.1, "foreach": False, **settings})
 
     def change() -> None:
         nn.utils.clip_grad_norm_(params, 1.0, foreach=False)
@@ -118,9 +118,9 @@ def differing_bits(actual: Any, expected: Any) -> list[str]:
     return [f"bits: {leaf.shape}" for leaf, expected_leaf in pairs if not torch.equal(leaf.cpu(), expected_leaf.cpu())]
 
 
-def updated(devices: Sequence[str] = TWO) -> list[str]:
+def updated(devices: Sequence[str] = TWO, **settings: Any) -> list[str]:
     """Train with an optimizer in the program, whose gradient norm is summed around the ranks."""
-    pipeline = fpipe.chain(pipeline_of(schedules.one_f_one_b(2)), fpipe.update("AdamW", clip=1.0))
+    pipeline = fpipe.chain(pipeline_of(schedules.one_f_one_b(2)), fpipe.update("AdamW", clip=1.0, **settings))
     step, params, program = build_placed(devices, 2, pipeline)
     opt, batch = fpipe.optimizer_state(program, params), batch_of()
 
@@ -130,7 +130,7 @@ def updated(devices: Sequence[str] = TWO) -> list[str]:
             result = step(params, batch, opt=opt, lr=0.1)
             params, opt = result.params, result.opt
 
-    return reports_of(run) + differing_bits(leaves(params), train_by_adamw(net_of(2).to("fake:3"), batch))
+    return reports_of(run) + differing_bits(leaves(params), train_by_adamw(net_of(2).to("fake:3"), batch, **settings))
 
 
 def build_two_stages(**options: Any) -> tuple[fpipe.Step, tuple[Any, ...], tuple[Tensor, Tensor]]:
@@ -318,6 +318,8 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "roundpipe": lambda: trained([*TWO, "cpu"], 4, pipeline_of(schedules.roundpipe(2))),
     "numbers looked at": lambda: trained(TWO, 2, pipeline_of(schedules.one_f_one_b(2)), check_finite=True),
     "updates": updated,
+    "capturable updates": partial(updated, capturable=True),
+    "fused updates": partial(updated, fused=True),
     "a batch filled anew": batch_filled_anew,
 }
 """Scenarios in order: first those that are the only one to notice some missing wait."""

@@ -83,8 +83,15 @@ def initial_state(rule: str, settings: RuleSettings, param: Any) -> State:
     if rule in RULES:
         return RULES[rule].initial(param)
     tensors_by_name = _state_tensors(rule, settings, param.ndim, param.dtype)
+    if dict(settings).get("capturable") and param.device.type == "cpu":
+        raise ValueError("capturable=True is of parameters on an accelerator; these are on the CPU. Leave it out.")
+    # Torch's fused and capturable kernels read the count of steps on the parameter's device.
+    is_count_on_device = any(dict(settings).get(kernel) for kernel in ("fused", "capturable"))
+    count_device = param.device if is_count_on_device else None
     state = {
-        name: torch.zeros_like(param, dtype=dtype) if is_param_shaped else torch.zeros((), dtype=dtype)
+        name: torch.zeros_like(param, dtype=dtype)
+        if is_param_shaped
+        else torch.zeros((), dtype=dtype, device=count_device)
         for name, (is_param_shaped, dtype) in tensors_by_name.items()
     }
     constructor_state = _make_optimizer(rule, settings, [param], 0.0).state[param]  # what a constructor fills
@@ -301,7 +308,9 @@ def _state_tensors(
     rule: str, settings: RuleSettings, ndim: int, dtype: torch.dtype
 ) -> Mapping[str, tuple[bool, torch.dtype]]:
     """Return the tensors in a leaf's state after a first step, by name: whether it has the leaf's shape, and dtype."""
-    # Torch does not declare them: step a probe of the leaf's dtype once and look.
+    # Torch does not declare them: step a probe of the leaf's dtype once and look. It is on the CPU, where no kernel is
+    # capturable; such a rule has the same state.
+    settings = tuple((name, value) for name, value in settings if name != "capturable")
     param = _probe(max(ndim, 1), dtype)
     optimizer = _make_optimizer(rule, settings, [param], 0.0)
     param.grad = torch.zeros_like(param)

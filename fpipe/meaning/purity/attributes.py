@@ -18,7 +18,7 @@ from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,20 @@ from fpipe.positional_stage import PositionalStage
 
 NamedModules = Sequence[tuple[str, nn.Module]]
 """Modules with their paths."""
+
+
+class CallCounter(NamedTuple):
+    """A number that a module changes as it runs: its module and name, and its values before and after a call."""
+
+    path: str
+    module: nn.Module
+    name: str
+    number_before: float
+    number_after: float
+
+    def set_calls(self, calls: int) -> None:
+        """Set the number as if the module had been called so many times."""
+        setattr(self.module, self.name, self.number_before + calls * (self.number_after - self.number_before))
 
 
 class AttributeSnapshot:
@@ -57,6 +71,16 @@ class AttributeSnapshot:
                         f"that is no buffer. Say self.register_buffer({name!r}, ...)."
                     )
         return None
+
+    def counters(self) -> list[CallCounter]:
+        """Return the numbers among the attributes that a call has changed."""
+        return [
+            CallCounter(path, module, name, number, vars(module)[name])
+            for path, module, attributes in self.snapshots
+            for name, number in attributes.items()
+            if type(number) in (int, float) and type(vars(module).get(name)) in (int, float)
+            if vars(module)[name] != number
+        ]
 
     def restore(self) -> None:
         """Give modules their former attributes back, and the containers among them their former contents."""

@@ -148,6 +148,9 @@ class Fingerprint:
         functions: the stages and the loss. Tensors of modules that they close over are constants of their traces.
         nets: modules that were cut into stages, which take the modules' tensors as arguments.
 
+    Attributes:
+        nets, modules: the modules that were cut, and all modules, with their paths.
+
     >>> loss = nn.CrossEntropyLoss(reduction="sum")
     >>> held = Fingerprint([loss])
     >>> loss.label_smoothing = 0.1
@@ -159,6 +162,8 @@ class Fingerprint:
     def __init__(self, functions: Iterable[Callable[..., Any] | None], nets: NamedModules = ()) -> None:
         functions = [function for function in functions if function and not net_stage_of(function)]
         closed_over = [named_module for function in functions for named_module in modules_of(function)]
+        self.nets: NamedModules = nets
+        self.modules: NamedModules = [*closed_over, *nets]
         self._label_by_closed_over = {module: _module_label(path, module) for path, module in closed_over}
         self._label_by_net_module = {module: _module_label(path, module) for path, module in nets}
         self._contents_at_cut = [

@@ -8,7 +8,8 @@ So every schedule draws the same numbers on every rank, and a recomputed forward
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+import warnings
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -92,6 +93,16 @@ def lock_torch_generators() -> Generator[None]:
 
 
 @contextmanager
+def collect_drawing() -> Generator[list[str]]:
+    """Collect the labels of the stages that draw random numbers in this thread, in this context."""
+    labels = _THREAD_LOCAL.drawing = list[str]()
+    try:
+        yield labels
+    finally:
+        _THREAD_LOCAL.drawing = None
+
+
+@contextmanager
 def with_seed(seed: int | None, label: str) -> Generator[None]:
     """Seed torch's generators in this context and restore them after it; without a seed nothing may be drawn.
 
@@ -105,8 +116,12 @@ def with_seed(seed: int | None, label: str) -> Generator[None]:
         if seed is not None:
             for generator in generators:
                 generator.manual_seed(seed)
+        drawing: list[str] | None = getattr(_THREAD_LOCAL, "drawing", None)
+        states_seeded = states_before if seed is None or drawing is None else random_states()
         yield
         states_after = random_states()
+        if seed is not None and drawing is not None and not all(map(torch.equal, states_seeded, states_after)):
+            drawing.append(label)
     if seed is None and not all(map(torch.equal, states_before, states_after)):
         hint = " Or another thread drew meanwhile: torch's own generator is one for all threads."
         # Daemon threads do not count: they watch, as a progress bar's does, and draw nothing.
@@ -150,6 +165,34 @@ def replay_from(states: list[torch.Tensor]) -> Generator[None]:
         for generator, state in zip(generators, states, strict=False):
             generator.set_state(state)
         yield
+
+
+class KeyWatch:
+    """Warns if two steps of a training draw the same random numbers: the key is the same, the parameters changed."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Any, list[tuple[int, int]]]] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether two steps were noted: further ones are not compared."""
+        return len(self._steps) == 2
+
+    def note(self, key: Any, params: Sequence[Any]) -> None:
+        """Note the key and the parameters of a step that draws."""
+        if self.is_complete:
+            return
+        # Parameters have changed if they are other tensors, or were written in place. One key for the same parameters
+        # is a call that is made again, and no second step of a training.
+        versions = [(leaf.data_ptr(), leaf._version) for leaf in params if isinstance(leaf, torch.Tensor)]
+        self._steps.append((key, versions))
+        (first_key, first_versions), (last_key, last_versions) = self._steps[0], self._steps[-1]
+        if first_versions != last_versions and first_key == last_key:
+            warnings.warn(
+                f"two steps of a training were handed key={key!r}, so that they dropped the same units. Hand in a new "
+                "one each step, such as fpipe.fold_in(key, step).",
+                stacklevel=5,
+            )
 
 
 def missing_key_message(label: str) -> str:

@@ -248,13 +248,19 @@ def _find_tensor(holder: Any, depth: int = 4, depth_by_id: dict[int, int] | None
     return None
 
 
-def refuse_inputs_that_require_grad(inputs: Any, remedy: str) -> None:
-    """Raise ValueError for an input that requires a gradient where the step does not return input gradients."""
-    for path, leaf in tree.paths(inputs):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise ValueError(
-                f"inputs{path} requires a gradient, which would be lost: say {remedy}, or hand in its .detach()."
-            )
+def refuse_lost_gradients(inputs: Any, target: Any, remedy: str) -> None:
+    """Raise ValueError for a tensor of a batch that requires a gradient which the step does not return.
+
+    Args:
+        inputs, target: both sides of the batch; None for inputs whose gradients are returned.
+        remedy: how to get the gradients of inputs.
+    """
+    for name, side, advice in (("inputs", inputs, f"say {remedy}, or "), ("target", target, "")):
+        for path, leaf in tree.paths(side):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise ValueError(
+                    f"{name}{path} requires a gradient, which would be lost: {advice}hand in its .detach()."
+                )
 
 
 IGNORED = -100

@@ -24,7 +24,7 @@ from fpipe.meaning.single_device.params_and_state import (
     check_batches,
     check_params,
     refuse_extra_arguments,
-    refuse_inputs_that_require_grad,
+    refuse_lost_gradients,
     refuse_unloaded,
     rows_per_microbatch,
 )
@@ -102,8 +102,7 @@ def reference(
         """Return loss and gradients of a batch, summed over its microbatches, in all replicas."""
         is_presplit = isinstance(step_batch, list)
         step_batch, microbatch_rows = _cut(step_batch, microbatches, replica_count, model)
-        if not input_grads:
-            refuse_inputs_that_require_grad(step_batch[0], "input_grads=True")
+        refuse_lost_gradients(None if input_grads else step_batch[0], step_batch[1], "input_grads=True")
         join_specs = JoinSpecs(
             inputs_to_differentiate=step_batch[0] if input_grads else None, input_spec="stream" if is_presplit else None
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from fpipe.graphs.tracing.marks import next_stage, seed_stages
-from fpipe.meaning.purity.attributes import AttributeSnapshot
 from fpipe.models.exporting.export_net import call_arguments, without_cache
 from fpipe.models.exporting.net_graph import without_checkpoints
 from fpipe.torch_private.fx import NO_MODULE
@@ -178,24 +177,25 @@ class NetFunction:
     def __init__(self, net: nn.Module, loss: Callable[[Any, Any], Any], end_calls: Sequence[ModuleCall]) -> None:
         self.net, self.loss, self.end_calls = net, loss, end_calls
 
-    def __call__(self, params: Mapping[str, Tensor], batch: Any, key: int | None, microbatch: int) -> Any:
-        """Return the loss of a batch, with the random numbers of a step's microbatch, or torch's own without a key."""
+    def __call__(self, params: dict[str, Tensor], batch: Any, key: int | None, microbatch: int) -> Any:
+        """Return the loss of a batch, with the random numbers of a step's microbatch, or torch's own without a key.
+
+        Buffers among the parameters are replaced by what the net makes of them; others of the net are not written.
+        """
         inputs, target = batch
         args, kwargs = call_arguments(inputs)
         buffers = {name: buffer.detach().clone() for name, buffer in self.net.named_buffers()}
-        # Buffers are cloned and attributes restored: the run must leave no trace in the net.
-        attributes = AttributeSnapshot([*self.net.named_modules()], with_containers=True)
-        try:
-            # A checkpoint calls modules again in the backward, when functional_call has put their own parameters back.
-            with (
-                nullcontext() if key is None else seed_stages(key, microbatch),
-                without_cache(self.net),
-                self._advance_stages(),
-                without_checkpoints(),
-            ):
-                output = torch.func.functional_call(self.net, {**buffers, **params}, args, kwargs)
-        finally:
-            attributes.restore()
+        tensors = {**buffers, **params}
+        # A checkpoint calls modules again in the backward, when functional_call has put their own parameters back.
+        with (
+            nullcontext() if key is None else seed_stages(key, microbatch),
+            without_cache(self.net),
+            self._advance_stages(),
+            without_checkpoints(),
+        ):
+            output = torch.func.functional_call(self.net, tensors, args, kwargs)
+        # A net may assign new tensors to its buffers, which torch puts into the dict that it was handed.
+        params.update((name, tensors[name]) for name in params if name in buffers)
         return self.loss(output, target)
 
     @contextmanager

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fpipe import tree
 from fpipe.graphs.tracing.marks import KEY
+from fpipe.meaning.purity.attributes import AttributeSnapshot
 from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.models.exporting.export_net import double_single_rows, export_net
 from fpipe.models.exporting.module_calls import NetFunction
@@ -196,10 +197,12 @@ def _record_calls(net: nn.Module, inputs: Any, paths: Iterable[str]) -> list[Opa
         records.append((path, module, (args, kwargs), output))
 
     params = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    attributes = AttributeSnapshot([*net.named_modules()], with_containers=True)
     with ExitStack() as stack, torch.no_grad(), FlopCounterMode(display=False) as counter:
         for path in paths:
             module = net.get_submodule(path)
             stack.callback(module.register_forward_hook(partial(record, path), with_kwargs=True).remove)
+        stack.callback(attributes.restore)
         NetFunction(net, lambda output, _: output, ())(params, (inputs, None), KEY, 0)
     counts, root = counter.get_flop_counts(), type(net).__name__
     # FlopCounterMode counts by path: divide by the calls of the module.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -47,7 +47,7 @@ def gather_state_dict(
         params: one entry for each stage, None for those of other ranks: parameters, or anything of their structure such
             as gradients. Shards are joined.
         model: made by `from_module` or `from_sequential`: then a tied parameter stands under each of its names, and
-            frozen parameters and buffers are there as the net of rank 0 has them.
+            frozen parameters, buffers and extra states are there as the net of rank 0 has them.
         state: the module state of the last step, as `params` with None for other ranks: the statistics of batch norms.
         mesh: that of the step, whose dimension "pp" has the ranks. Without it torch.distributed's default group, or one
             process. All processes call it.
@@ -59,7 +59,8 @@ def gather_state_dict(
 
     Raises:
         ValueError: params of another number of stages, a stage that no rank has, a name that two stages have, a file
-            of another suffix, or a dtype that its format has not; a model with module state, and no `state`.
+            of another suffix, or a dtype or extra state that its format has not; a model with module state, and no
+            `state`.
         TypeError: a model of functions.
         OSError: a file that cannot be written, on all ranks of the first replica. What it held before is whole.
 
@@ -80,6 +81,11 @@ def gather_state_dict(
     #    and walk it in one order: sends and receives on rank 0 meet without tags.
     group_rank, leaves_by_rank = describe_leaves(program, per_stage, mesh)
     named_tensors = _named_tensors(per_stage, leaves_by_rank, program.stages)
+    extra_states = {} if model is None else _extra_states(model)
+    if extra_states and file is not None:
+        raise ValueError(
+            f"a .safetensors file cannot hold {next(iter(extra_states))!r}: gather the dict, and save that."
+        )
     if model is not None:
         named_tensors = _with_net_names(model, named_tensors, state is not None, group_rank)
     # 2) Only the first replica sends. The others take part in joining shards, a collective over their mesh.
@@ -91,7 +97,7 @@ def gather_state_dict(
         _write_file(Path(file) if is_reader else None, named_tensors, full_tensors, group_rank)
         return None
     tensor_by_name = {name: tensor for named_tensor, tensor in full_tensors for name in named_tensor.names}
-    return tensor_by_name if is_reader else None
+    return tensor_by_name | {name: get() for name, get in extra_states.items()} if is_reader else None
 
 
 class GroupRank(NamedTuple):
@@ -230,6 +236,16 @@ def _leaf_by_name(
     for names in (names for stage in stages for names in stage.names):
         leaf_by_name |= dict.fromkeys(names, owner_name_by_use.get(names[0], names[0]))
     return leaf_by_name
+
+
+def _extra_states(model: Model) -> dict[str, Callable[[], Any]]:
+    """Return the functions that give the extra states of a net's modules, under their names in a state_dict."""
+    modules = () if model.fingerprint is None else model.fingerprint.nets
+    return {
+        f"{path}._extra_state".removeprefix("."): module.get_extra_state
+        for path, module in modules
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _refuse_meta_constants(constants: Sequence[NamedTensor], group_rank: GroupRank) -> None:

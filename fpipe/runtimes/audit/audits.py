@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fpipe import tree
 from fpipe.meaning.inputs_and_results import bind_inputs
 from fpipe.meaning.meaning import RULES, check_and_measure_batch
-from fpipe.meaning.purity.attributes import AttributeSnapshot, modules_of
+from fpipe.meaning.purity.attributes import AttributeSnapshot, CallCounter, modules_of
 from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.microbatch_sums import sum_over_microbatches
@@ -30,9 +30,16 @@ from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs
 from fpipe.positional_stage import net_stage_of
 from fpipe.program import Program
-from fpipe.runtimes.audit.stage_audit import StageAudit, choose_forwards, refuse_failed_rerun
+from fpipe.runtimes.audit.net_outline import NetOutline
+from fpipe.runtimes.audit.stage_audit import (
+    StageAudit,
+    choose_forwards,
+    describe_counters,
+    follows_from,
+    refuse_failed_rerun,
+)
 from fpipe.runtimes.lowering.lane import See
-from fpipe.runtimes.lowering.prepared_step import PreparedStep
+from fpipe.runtimes.lowering.prepared_step import PreparedStep, synchronize
 from fpipe.verification.cross_checks import check_function
 from fpipe.verification.report import GradientMismatch
 
@@ -73,10 +80,13 @@ def run_audited(
     # 2. Run and audit.
     run_seconds = 0.0
 
+    # Kernels may still run when a step returns, and audits wait for their results: so does the clock.
     def run(**options: Any) -> Result:
         nonlocal run_seconds
+        synchronize(leaves)
         run_start = time.perf_counter()
         result = prepared.run(leaves, inputs, recorded=recorded, see=see, **options)
+        synchronize(leaves)
         run_seconds = time.perf_counter() - run_start
         return result
 
@@ -118,6 +128,8 @@ def _run_and_compare(
             raise StepChanged(f"{attribute} has changed since the model was cut.{_ADVICE}")
     named = (f" Since the model was cut, {attribute}{values} has changed." for attribute, values, _ in changes[:3])
     explanation = "".join(named) + _ADVICE
+    if prepared.model.function is not None and not has_whole_net:
+        _check_outline(prepared, inputs, explanation)
     is_cut_net = has_whole_net and _is_cut_net(prepared, inputs)
     # 2. Audit the whole net and single stages in turn, since each costs as much as the other.
     if is_cut_net and audit_number % 2 == 0:
@@ -175,14 +187,27 @@ def _is_cut_net(prepared: PreparedStep, inputs: StepInputs) -> bool:
     return model.function is not None and is_plain and is_local
 
 
-def _check_net(prepared: PreparedStep, inputs: StepInputs, audit_number: int, explanation: str) -> None:
-    # The stages are graphs, and do not run the net's Python again.
-    model, program, function = prepared.model, prepared.program, prepared.model.function
-    assert function is not None
+def _check_outline(prepared: PreparedStep, inputs: StepInputs, explanation: str) -> None:
+    """Compare the ops that the Python of a net calls with the first audit's."""
+    model, batch = prepared.model, _microbatch(prepared, inputs, 0)
+    outline = NetOutline(model, inputs.params, batch)
+    prepared.net_outline = prepared.net_outline or outline
+    difference = outline.difference_from(prepared.net_outline)
+    if difference is None and follows_from(
+        outline.counters, lambda: NetOutline(model, inputs.params, batch).difference_from(outline) is None
+    ):
+        difference = describe_counters(outline.counters)
+    if difference is not None:
+        assert model.function is not None
+        raise StepChanged(f"{model.function.who}: {difference}{explanation}")
+
+
+def _microbatch(prepared: PreparedStep, inputs: StepInputs, index: int) -> tuple[Any, Any]:
+    program, model = prepared.program, prepared.model
     values = bind_inputs(program, model, replace(inputs, batch=check_and_measure_batch(program, inputs.batch)[0]))
     microbatch_values = {value.name: tensor for value, tensor in values.items() if value.name in ("inputs", "target")}
     for op in program.ops:
-        if op.kind == "SPLIT" and op.microbatch == audit_number % program.microbatches:
+        if op.kind == "SPLIT" and op.microbatch == index % program.microbatches:
             split_values = RULES["SPLIT"](op, [values[value] for value in op.reads], prepared.context)
             names = {"x": "inputs", "t": "target"}
             microbatch_values |= {
@@ -190,16 +215,30 @@ def _check_net(prepared: PreparedStep, inputs: StepInputs, audit_number: int, ex
                 for value, leaves in zip(op.writes, split_values, strict=True)
                 if value.name in names
             }
+    return microbatch_values["inputs"], microbatch_values["target"]
+
+
+def _check_net(prepared: PreparedStep, inputs: StepInputs, audit_number: int, explanation: str) -> None:
+    # The stages are graphs, and do not run the net's Python again.
+    model, function = prepared.model, prepared.model.function
+    assert function is not None
     key = inputs.key if isinstance(inputs.key, int | None) else inputs.key[0]
-    microbatches = [((microbatch_values["inputs"], microbatch_values["target"]), 1)]
-    attributes = AttributeSnapshot(modules_of(function.call), with_containers=True)
+    microbatches = [(_microbatch(prepared, inputs, audit_number), 1)]
+    attributes = AttributeSnapshot([] if model.fingerprint is None else model.fingerprint.modules, with_containers=True)
     # A mismatch is raised outside of the rerun, which would report it as an error of the net.
-    mismatch: GradientMismatch | None = None
+    mismatch, counters = "", list[CallCounter]()
     with refuse_failed_rerun(function.who, attributes, explanation):
         result = sum_over_microbatches(model, inputs.params, microbatches, state=inputs.state, key=key)
-        try:
-            check_function(model, inputs.params, microbatches, result, key, inputs.state)
-        except GradientMismatch as error:
-            mismatch = error
-    if mismatch is not None:
-        raise StepChanged(f"{mismatch}{explanation}") from mismatch
+
+        def find_mismatch() -> str:
+            try:
+                counters[:] = check_function(model, inputs.params, microbatches, result, key, inputs.state)
+            except GradientMismatch as error:
+                return str(error)
+            return ""
+
+        mismatch = find_mismatch()
+        if not mismatch and follows_from([*counters], lambda: not find_mismatch()):
+            mismatch = f"{function.who}: {describe_counters(counters)}"
+    if mismatch:
+        raise StepChanged(f"{mismatch}{explanation}")

@@ -9,7 +9,7 @@ Values that a step overwrites later (sums, state, updated parameters) are copied
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -22,7 +22,7 @@ from fpipe import tree
 from fpipe.graphs.language.graph import Fact
 from fpipe.meaning.meaning import RULES, sum_gradients
 from fpipe.meaning.purity.ambient import autocast_settings
-from fpipe.meaning.purity.attributes import AttributeSnapshot, modules_of
+from fpipe.meaning.purity.attributes import AttributeSnapshot, CallCounter, modules_of
 from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.meaning.step import StepInputs
 from fpipe.positional_stage import net_stage_of
@@ -68,6 +68,26 @@ def refuse_failed_rerun(subject: str, attributes: AttributeSnapshot, explanation
         raise StepChanged(f"{subject} does not run again as it was traced: {error}{explanation}") from error
     finally:
         attributes.restore()
+
+
+def follows_from(counters: Sequence[CallCounter], is_same: Callable[[], bool]) -> bool:
+    """Return whether a definition that `is_same` runs gives equal results now, and others after a million calls."""
+    agreements: list[bool] = []
+    # An error may be an index in a table that a million calls do not reach.
+    with suppress(Exception):
+        for calls in (0, 1_000_000) if counters else ():
+            for counter in counters:
+                counter.set_calls(calls)
+            agreements.append(is_same())
+    for counter in counters:
+        counter.set_calls(0)
+    return agreements == [True, False]
+
+
+def describe_counters(counters: Sequence[CallCounter]) -> str:
+    """Describe the numbers of modules that a definition changes, and from which its results follow."""
+    named = ", ".join(f"{c.name!r} of module {c.path!r} ({type(c.module).__name__})" for c in counters[:3])
+    return f"results follow from {named}, which changes as it runs; keep such a count in a buffer."
 
 
 class StageAudit:
@@ -124,6 +144,9 @@ class StageAudit:
         with refuse_failed_rerun(location, attributes, explanation):
             definition = self._run_definition()
             differences = [*self._find_differences(definition)]
+            counters = attributes.counters()
+            if not differences and follows_from(counters, lambda: _are_same(definition, self._run_definition())):
+                differences = [(describe_counters(counters), False)]
             # Compiled code may round otherwise, and so may kernels that add in any order.
             may_be_rounding = all(is_rounding for _, is_rounding in differences)
             is_compiled = self.prepared.options.compile
@@ -134,11 +157,7 @@ class StageAudit:
 
     def _is_repeatable(self, definition: Mapping[Value, Leaves]) -> bool:
         """Return whether plain autograd gives equal bits each time; kernels that add in any order do not."""
-        for repetition in (self._run_definition() for _ in range(2)):
-            pairs = chain.from_iterable(zip(definition[value], repetition[value], strict=True) for value in definition)
-            if not all(_same_bits(*leaf_pair) for leaf_pair in pairs if _are_same_shape(*leaf_pair)):
-                return False
-        return True
+        return all(_are_same(definition, self._run_definition()) for _ in range(2))
 
     def _run_definition(self) -> dict[Value, Leaves]:
         # 1. The forward, with all residuals.
@@ -151,6 +170,12 @@ class StageAudit:
         operands = [self._definition_operand(value) for value in op.reads]
         *forward_results, forward_residuals = RULES["F"](op, operands, self.context)
         written_leaves = {value: tree.leaves(subtree) for value, subtree in zip(results, forward_results, strict=True)}
+        # The next stage computes no gradient of an output that did not want one in the trace.
+        for value in (value for value in results if value.name == "y" and backward is not None):
+            for abstract_leaf, leaf in zip(self.trees[value].leaves, written_leaves[value], strict=False):
+                if isinstance(abstract_leaf, Fact) and abstract_leaf.aval.wants_grad != leaf.requires_grad:
+                    change = "has a gradient, and had none" if leaf.requires_grad else "has no gradient, and had one"
+                    raise ValueError(f"the output ({value}) {change} in the trace.")
         # 2. The backward, if it ran in this process and on the forward's rank: another one may have another device.
         if backward is None or weight is None or backward.rank != forward.rank:
             return written_leaves
@@ -208,6 +233,11 @@ class StageAudit:
         abstract = self.trees[params]
         path = tree.paths(unflatten_value(abstract, range(len(abstract.leaves))))[index][0]
         return f"the gradient of params[{params.stage}]{path}"
+
+
+def _are_same(definition: Mapping[Value, Leaves], repetition: Mapping[Value, Leaves]) -> bool:
+    pairs = chain.from_iterable(zip(definition[value], repetition[value], strict=True) for value in definition)
+    return all(_same_bits(*leaf_pair) for leaf_pair in pairs if _are_same_shape(*leaf_pair))
 
 
 def _same_bits(actual: Tensor, defined: Tensor) -> bool:

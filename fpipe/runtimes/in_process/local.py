@@ -18,6 +18,7 @@ from fpipe.graphs.tracing.trace_cache import LRUCache
 from fpipe.meaning.devices import drop_duplicate_homes
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable, dispatch_modes, in_fake_mode
+from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.meaning.single_device.params_and_state import check_params
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import Step, StepInputs, StepOptions
@@ -35,6 +36,7 @@ from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.slots import ProcessContext
 from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, UntracedStages
 from fpipe.runtimes.lowering.untraced_stages import UnexpectedValue
+from fpipe.torch_internals import has_hooks_on_all_modules
 from fpipe.transforms.communicate import with_transfers
 
 
@@ -76,6 +78,7 @@ def build_local_step(
     signatures = Signatures(model)
     # 2. Keep a lowered step for each signature; None for one that runs by the definition.
     net_stages = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
+    has_graphs = any(not stage.modules for stage in net_stages)
     has_only_graphs = model.loss is None and sum(not stage.modules for stage in net_stages) == len(model.stages)
     step_by_signature: LRUCache[Any, PreparedStep | None] = LRUCache(_MAX_SIGNATURES)
 
@@ -107,6 +110,11 @@ def build_local_step(
             signature = signatures.of(leaves, containers)
             prepared = step_by_signature.get(signature, _UNKNOWN)
         except (TypeError, Untraceable) as error:
+            if has_graphs and has_hooks_on_all_modules():
+                raise StepChanged(
+                    "there are hooks on all modules, and no graph of a net calls them: remove them, or use "
+                    "from_sequential."
+                ) from None
             reason = f"a leaf cannot be compared ({error})" if isinstance(error, TypeError) else str(error)
             if options.graph:
                 raise ValueError(NEEDS_TRACES.format(reason)) from error

@@ -90,11 +90,12 @@ class PreparedStep:
         self.part = RankPart(made_async(self.instructions, self.lanes), model, lanes=[*self.lanes.values()])
         self.recorder: Recorder | None = None
         self.steps = self.audits = 0
+        self.net_outline: Any = None  # what the Python of the net called in the first audit
         self.next_audit = 0  # the number of the step that is audited next
         # 4. Graphs hold on to tensors of the model. A step refuses to run when a module has other ones since.
         graph_tensors = _graph_tensors(lowered, model)
         self.homes = [] if model.fingerprint is None else model.fingerprint.slots_of(graph_tensors)
-        _synchronize((*graph_tensors, *_constant_leaves(lowered)))
+        synchronize((*graph_tensors, *_constant_leaves(lowered)))
 
     def compile(self) -> None:
         """Compile the kernels of the instructions that this process runs, unless they are compiled."""
@@ -214,7 +215,7 @@ def _graph_tensors(lowered: Lowered, model: Model) -> list[Any]:
     return [*constants, *(leaf for net in nets_of(model).values() for leaf in net.literal_constants())]
 
 
-def _synchronize(leaves: Iterable[Any]) -> None:
+def synchronize(leaves: Iterable[Any]) -> None:
     """Wait until tensors are computed, since steps read them on any stream."""
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     for device in devices - {torch.device("cpu"), torch.device("meta")}:

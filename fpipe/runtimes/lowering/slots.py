@@ -5,7 +5,6 @@ params, batch, state        --> Entrance --> slots --> Exit -->        loss, gra
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -20,7 +19,7 @@ from fpipe.meaning.devices import BATCH, bring_batch_leaf, check_at_home, leaf_h
 from fpipe.meaning.inputs_and_results import bind_inputs, collect_results
 from fpipe.meaning.meaning import check_and_measure_batch
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.keys import missing_key_message
+from fpipe.meaning.purity.keys import KeyWatch, missing_key_message
 from fpipe.meaning.purity.sharded import Sharding, local_shard, sharding_of
 from fpipe.meaning.purity.write_guard import is_strided, layout_of
 from fpipe.meaning.single_device.params_and_state import as_streams, trainable_bundle_leaves
@@ -125,29 +124,6 @@ def input_leaves_of(
         if shard is not None:
             trees[value] = shard_state(shard, trees[value])
     return InputLeaves(trees, leaf_indices, leaf_devices, shared)
-
-
-class KeyWatch:
-    """Warns if two steps of a training draw the same random numbers: the key is the same, the parameters changed."""
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[Keys, list[tuple[int, int]]]] = []
-
-    def note(self, key: Keys, params: Sequence[Any]) -> None:
-        """Note the key and the parameters of a step that draws."""
-        if len(self._steps) == 2:
-            return
-        # Parameters have changed if they are other tensors, or were written in place. One key for the same parameters
-        # is a call that is made again, and no second step of a training.
-        versions = [(leaf.data_ptr(), leaf._version) for leaf in params if isinstance(leaf, torch.Tensor)]
-        self._steps.append((key, versions))
-        (first_key, first_versions), (last_key, last_versions) = self._steps[0], self._steps[-1]
-        if first_versions != last_versions and first_key == last_key:
-            warnings.warn(
-                f"two steps of a training were handed key={key!r}, so that they dropped the same units. Hand in a new "
-                "one each step, such as fpipe.fold_in(key, step).",
-                stacklevel=5,
-            )
 
 
 @dataclass(frozen=True)

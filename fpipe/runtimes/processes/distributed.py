@@ -407,7 +407,8 @@ def _with_example_shapes(local_inputs: StepInputs, shapes: StepInputs) -> StepIn
     if optim is not None and shapes.optim is not None:
         optim = (fill(optim[0], shapes.optim[0]), *optim[1:])
     params, batch = fill(local_inputs.params, shapes.params), fill(local_inputs.batch, shapes.batch)
-    return StepInputs(params, batch, fill(local_inputs.state, shapes.state), optim, local_inputs.key)
+    state = fill(local_inputs.state, shapes.state)
+    return replace(local_inputs, params=params, batch=batch, state=state, optim=optim)
 
 
 def _local_state(state: Any, local_state: Sequence[Any]) -> Any:
