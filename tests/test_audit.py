@@ -340,6 +340,19 @@ def test_audit_takes_an_interval_or_never():
         Trainer(cut_modules(net_with()), audit=0)
 
 
+def test_audit_compares_the_ops_of_a_net_whose_parameters_are_sharded():
+    """Used to pass: stages are graphs, and compute with parameters that a GATHER may round."""
+    path = DropPath()
+    model, params, _ = cut_graphs(net_with(path))
+    shard = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.shard("dp"))
+    step = fpipe.build(shard(fpipe.program(model)), model, audit="always")
+    for _ in range(3):
+        step(params, BATCH)
+    path.settings["temperature"][0] = 2.0
+    with pytest.raises(fpipe.StepChanged, match=r"aten.div.Tensor\(float32\[4, 4\], 2.0\) now, and was .*, 1.0\)"):
+        step(params, BATCH)
+
+
 SCHEDULES: dict[str, Any] = {
     "1f1b": fpipe.chain(fpipe.schedules.one_f_one_b(2), fpipe.merge()),
     "zb": fpipe.chain(fpipe.schedules.zb_h1(2), fpipe.merge()),

@@ -128,9 +128,9 @@ def _run_and_compare(
             raise StepChanged(f"{attribute} has changed since the model was cut.{_ADVICE}")
     named = (f" Since the model was cut, {attribute}{values} has changed." for attribute, values, _ in changes[:3])
     explanation = "".join(named) + _ADVICE
-    if prepared.model.function is not None and not has_whole_net:
-        _check_outline(prepared, inputs, explanation)
     is_cut_net = has_whole_net and _is_cut_net(prepared, inputs)
+    if prepared.model.function is not None and not is_cut_net:
+        _check_outline(prepared, inputs, explanation)
     # 2. Audit the whole net and single stages in turn, since each costs as much as the other.
     if is_cut_net and audit_number % 2 == 0:
         _check_net(prepared, inputs, audit_number // 2, explanation)
