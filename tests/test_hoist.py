@@ -48,7 +48,7 @@ class LowRank(nn.Module):
 
 
 class Masked(nn.Module):
-    """Draw a mask, fill it from a parameter, and add a constant that depends on nothing."""
+    """Draw a mask of what a parameter gives, and add a tensor that depends on nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +157,18 @@ def test_a_cast_weight_is_no_residual():
     hoisted, computed = (sizes[fpipe.Value("res", 1, 0)] for sizes in bytes_of)
     # Three linear layers of the second stage, of which the last has one row.
     assert computed - hoisted == (2 * WIDTH * WIDTH + WIDTH) * torch.bfloat16.itemsize
+
+
+def test_a_tensor_larger_than_its_sources_is_computed_in_each_op():
+    """The bias of each pair of positions, looked up in a small table, would stay in memory for each layer."""
+
+    def stage(params: Tensor, x: Tensor) -> Tensor:
+        return x + params.unsqueeze(0).add(params.unsqueeze(1)).exp().mean()
+
+    model = fpipe.from_functions([stage], loss=MSE)
+    program, batch = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), (torch.ones(4), torch.ones(4))
+    peaks = [fpipe.sizes(program, model, (torch.rand(64),), batch, hoist=hoist).peak for hoist in (True, False)]
+    assert peaks[0] == peaks[1]
 
 
 def test_a_check_of_a_parameter_still_raises():

@@ -103,9 +103,8 @@ def build(
             of a step so short that it would take more than half a percent of the time), a number n in every n-th,
             "always" in each, "never" in none.
         hoist: whether each version of the parameters of a stage is cast, transposed and normed once for all
-            microbatches, and whatever else depends on parameters and constants alone is computed then too. It is kept
-            from its first reader to its last, next to the parameters. False computes it in each op that reads it, or
-            hands it from F to B as residuals.
+            microbatches. So is whatever else depends on parameters and constants alone and is no larger than these. It
+            is kept from its first reader to its last. False computes it in each F, which hands it to B as a residual.
         graph: of runtime="local" on an accelerator, whether the whole step is captured as one graph of the device, once
             for each signature behind two steps without it. Later steps copy the batch in, replay the graph and copy the
             results out. Parameters, state and optimizer state that come at the same address are read where they are,

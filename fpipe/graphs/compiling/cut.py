@@ -6,8 +6,8 @@
     dx and g    need these beyond F:                                   B       F -> res -> B
 
 Residuals are the tensors that cross a cut. Parameters do not cross it, since each part reads them directly; nor do
-views of parameters, which cost nothing and hold no memory. With `hoists` nothing that is computed from parameters and
-constants alone crosses it: a step computes that once, for the parts on both sides (`hoist.py`).
+views of parameters, which cost nothing and hold no memory. With `hoists` casts of parameters, and what else depends on
+them alone, do not cross it either: a step computes them once, for the parts on both sides (`hoist.py`).
 """
 
 from __future__ import annotations
@@ -175,13 +175,14 @@ class Cut:
 
     @cached_property
     def values_of_params(self) -> set[Name]:
-        """Return the values that parts take from parameters and constants alone, and not from each other."""
+        """Return the values that parts compute from parameters and constants alone, and do not take from each other."""
         return values_of_params(self.graph) if self.hoists else views_of_params(self.graph)
 
     def _crossing(self, ops: set[Name], results: Iterable[Name], available: set[Name]) -> list[Name]:
         """Return the values that are `available` before a cut and are read by `ops`, or returned, behind it."""
-        read_names = {name for node in self.graph.nodes if node.name in ops for name in node.reads} | {*results}
-        crossing = (read_names & available) - ops - self.values_of_params
+        values = self.values_of_params
+        readers = [node for node in self.graph.nodes if node.name in ops and node.name not in values]
+        crossing = ({*results}.union(*(node.reads for node in readers)) & available) - ops - values
         return [name for name in (*self.graph.inputs(), *(node.name for node in self.graph.nodes)) if name in crossing]
 
 
