@@ -129,6 +129,7 @@ def _run_and_compare(
     named = (f" Since the model was cut, {attribute}{values} has changed." for attribute, values, _ in changes[:3])
     explanation = "".join(named) + _ADVICE
     is_cut_net = has_whole_net and _is_cut_net(prepared, inputs)
+    # Graphs do not run the net's Python: where the net cannot run whole, its ops on fake tensors still show changes.
     if prepared.model.function is not None and not is_cut_net:
         _check_outline(prepared, inputs, explanation)
     # 2. Audit the whole net and single stages in turn, since each costs as much as the other.

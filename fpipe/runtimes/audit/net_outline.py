@@ -63,6 +63,7 @@ def _ops_of(model: Model, params: Sequence[Any], batch: tuple[Any, Any]) -> list
     recorder = _OpRecorder()
     with fake_mode_class()(allow_non_fake_inputs=True):
         fakes = {name: as_fake(leaf) for name, leaf in leaf_by_name.items()}
+        # Buffers too: those of a net on meta would be on another device than the batch.
         if model.params_spec is None:
             for path, module in model.fingerprint.modules if model.fingerprint is not None else ():
                 for name, buffer in direct_members(module).buffers.items():
@@ -73,6 +74,7 @@ def _ops_of(model: Model, params: Sequence[Any], batch: tuple[Any, Any]) -> list
             else tree.unflatten(model.params_spec[1], [fakes[n] for n in model.params_spec[0]])
         )
         fake_batch = tree.tree_map(as_fake, batch)
+        # A forward calls all of the Python but custom backwards, so gradients are not needed.
         with torch.no_grad(), recorder:
             model.function.call(arguments, fake_batch, 0, 0)
     return recorder.ops
