@@ -247,11 +247,12 @@ def _labels_of(graph: NetGraph, inputs: Any) -> tuple[str, int] | None:
     """Return the path of the labels of the net's cross entropy among the inputs, and its ignore_index."""
     path_by_node = {leaf: path for path, leaf in tree.paths(inputs) if isinstance(leaf, fx.Node)}
     for node in (node for node in graph.module.graph.nodes if node.target in _CROSS_ENTROPIES):
-        # Labels are shifted, flattened and cast on their way: ops whose first argument is the tensor itself.
+        # Labels are shifted, flattened and cast on their way: ops whose first argument is the tensor itself. The way of
+        # labels that the net makes, as by torch.arange, ends in a number.
         labels: Any = node.args[1]
         while isinstance(labels, fx.Node) and labels not in path_by_node:
             labels = labels.args[0] if labels.args else None
-        if labels is not None:
+        if isinstance(labels, fx.Node):
             return path_by_node[labels], node.args[4] if len(node.args) > 4 else IGNORED  # pyright: ignore[reportReturnType]
     return None
 
