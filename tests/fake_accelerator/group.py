@@ -9,14 +9,14 @@ that is the caller's work.
 
 Bytes travel by gloo. As ops on the fake device compute at once, `wait` first brings what is to be there by then, which
 is no wait of the host's as the checker sees it. In a capture, both that and the start of the work are calls of the
-graph, so each replay sends and receives again.
+graph, so each replay sends and receives again. As of NCCL, an operation is captured on all its processes or on none.
 """
 
 from __future__ import annotations
 
 import ctypes
 import types
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -40,11 +40,20 @@ def copy_unchecked(address: int, host: Tensor) -> None:
 
 
 class Communicator:
-    """A stream with its queue of work that has not arrived, and the queue of each capture."""
+    """A stream with its queue of work that has not arrived, and the queue of each capture.
+
+    Work of a graph has a label by which processes compare their captures: the number of the graph and that of the work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream, self.queue = torch.Stream(device), deque[QueuedWork]()
         self.captured_queues = WeakKeyDictionary[Graph, deque[QueuedWork]]()
+        self._work_counts = defaultdict[str, Counter[int]](Counter)  # by direction and graph
+
+    def label_captured_work(self, direction: str, graph: Graph) -> str:
+        work_counts = self._work_counts[direction]
+        work_counts[graph.number] += 1
+        return f"number {work_counts[graph.number]} of graph {len(work_counts)}"
 
 
 class QueuedWork:
@@ -59,7 +68,8 @@ class QueuedWork:
     def __init__(
         self,
         communicator: Communicator,
-        start: Callable[[bool], tuple[Any, Callable[[], bool]]],
+        direction: str,
+        start: Callable[[str], tuple[Any, Callable[[], bool]]],
         outputs: Sequence[Tensor],
         host_outputs: list[Tensor],
     ) -> None:
@@ -68,6 +78,7 @@ class QueuedWork:
         self.transport, self.has_arrived = None, False
         with communicator.stream:
             self.is_captured = torch.get_device_module("fake").is_current_stream_capturing()
+            self.label = communicator.label_captured_work(direction, CAPTURING[-1]) if self.is_captured else "plain"
             self.run_at_replay(self.start)
         self.end_event = communicator.stream.record_event()
         self.queue = communicator.queue
@@ -84,7 +95,7 @@ class QueuedWork:
         if self.transport is not None and not self.has_arrived:
             self.transport.wait()
         self.has_arrived = False
-        self.transport, self.is_ready = self.start_transport(self.is_captured)
+        self.transport, self.is_ready = self.start_transport(self.label)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         stream = torch.accelerator.current_stream(self.communicator.stream.device)
@@ -132,7 +143,7 @@ class OrderedGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, self.options._timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._communicators: dict[Any, Communicator] = {}
-        self._transfer_counts, self._coalesced = Counter[tuple[int, int]](), list[QueuedWork]()
+        self._start_counts, self._coalesced = Counter[str](), list[QueuedWork]()
         self._is_coalescing = False
 
     @property
@@ -208,41 +219,68 @@ class OrderedGroup(dist.ProcessGroup):
         return start([rows], [output]) if rows.is_cpu else self._collective([rows], [output], start)
 
     def _collective(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], start: Callable[..., Any]) -> Any:
-        def start_and_query(host_inputs: list[Tensor], host_outputs: list[Tensor], is_captured: bool) -> Any:
-            work = start(host_inputs, host_outputs)
-            return work, work.is_completed
+        peers = [rank for rank in range(self.size()) if rank != self.rank()]
 
-        queued_work = self._enqueue("all", inputs, outputs, start_and_query)
+        def start_and_query(host_inputs: list[Tensor], host_outputs: list[Tensor], label: str) -> Any:
+            number = self._count_start("all", label)
+            work = start(host_inputs, host_outputs)
+
+            def wait() -> None:
+                work.wait()
+                self._compare_labels("all", number, label, peers)
+
+            return types.SimpleNamespace(wait=wait), work.is_completed
+
+        queued_work = self._enqueue("all", "all", inputs, outputs, start_and_query)
         if not self._is_coalescing:
             return queued_work
         self._coalesced[:] = [queued_work]
         return None
 
     def _transfer(self, source: int, target: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> QueuedWork:
-        """Queue a send or a receive, whose start marks in the store that this side has reached it."""
+        """Queue a send or a receive."""
+        direction = f"{source}>{target}"
 
-        def start(host_inputs: list[Tensor], host_outputs: list[Tensor], is_captured: bool) -> Any:
-            self._transfer_counts[source, target] += 1
-            number, sends = self._transfer_counts[source, target], bool(host_inputs)
-            sides = ("from", "to") if sends else ("to", "from")
-            local_key, peer_key = (f"{source}>{target} {number} {side}" for side in sides)
-            self._store.set(local_key, str(is_captured))
-
-            def wait() -> None:
-                work.wait()
-                # The user guide of NCCL: an operation is captured by all of its processes, or by none.
-                if not sends and self._store.get(peer_key).decode() != str(is_captured):
-                    raise RuntimeError(f"fake: message {source}>{target} {number} is captured by one side alone.")
-
+        def start(host_inputs: list[Tensor], host_outputs: list[Tensor], label: str) -> Any:
+            number, sends = self._count_start(direction, label), bool(host_inputs)
             work = (
                 self._gloo.send(host_inputs, target, number) if sends else self._gloo.recv(host_outputs, source, number)
             )
+
+            def wait() -> None:
+                work.wait()
+                if not sends:
+                    self._compare_labels(direction, number, label, [source])
+
+            peer_key = f"{direction} {number} {target if sends else source}"
             return types.SimpleNamespace(wait=wait), lambda: self._store.check([peer_key])
 
-        return self._enqueue({source, target}, inputs, outputs, start)
+        return self._enqueue({source, target}, direction, inputs, outputs, start)
+
+    def _count_start(self, direction: str, label: str) -> int:
+        """Mark in the store that this side starts its next work, and return the number of that."""
+        self._start_counts[direction] += 1
+        number = self._start_counts[direction]
+        self._store.set(f"{direction} {number} {self.rank()}", label)
+        return number
+
+    def _compare_labels(self, direction: str, number: int, label: str, peers: Sequence[int]) -> None:
+        """Raise unless these peers have captured the same work, or none: so says the user guide of NCCL."""
+        for peer in peers:
+            peer_label = self._store.get(f"{direction} {number} {peer}").decode()
+            if peer_label != label:
+                sides = f"{label} on rank {self.rank()}, and {peer_label} on rank {peer}"
+                raise RuntimeError(
+                    f"fake: work {number} of {direction} is {sides}; capture it on all ranks or on none."
+                )
 
     def _enqueue(
-        self, key: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], start: Callable[..., Any]
+        self,
+        key: Any,
+        direction: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        start: Callable[..., Any],
     ) -> QueuedWork:
         device = (*inputs, *outputs)[0].device
         assert all(tensor.is_contiguous() for tensor in (*inputs, *outputs))
@@ -257,7 +295,7 @@ class OrderedGroup(dist.ProcessGroup):
             for tensor in outputs:
                 tensor.zero_()
         host_outputs = [torch.empty_like(tensor, device="cpu") for tensor in outputs]
-        return QueuedWork(communicator, partial(start, host_inputs, host_outputs), outputs, host_outputs)
+        return QueuedWork(communicator, direction, partial(start, host_inputs, host_outputs), outputs, host_outputs)
 
 
 def register() -> None:
