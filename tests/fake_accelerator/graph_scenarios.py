@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
+from fpipe.meaning.optimizers.rule_names import RULES
 from fpipe.tree import leaves, tree_map
 from tests.fake_accelerator import Graph, reports_of
 from tests.fake_accelerator.scenarios import PARTS, WIDTH, batch_of, differing_bits, net_of, pipeline_of, squares
@@ -238,6 +239,98 @@ def normed() -> list[str]:
     return reports + differing_bits(*map(leaves, pairs)) + count_mistakes(replayed, REPLAYS, 1)
 
 
+def scaled(donate: bool) -> list[str]:
+    """Train under a loss scale that overflows in some steps, which leave the parameters as they are."""
+    growth = {"growth_factor": 4.0, "growth_interval": 1}
+    pipeline = fpipe.chain(GPIPE, fpipe.update("AdamW", loss_scale=growth))
+    model, program, params = cut(on_device(net_of(2)), pipeline)
+    step = fpipe.build(program, model, graph=True, audit="never", donate=donate)
+    opt, scale, results, flags = fpipe.optimizer_state(program, params), 2.0**127, list[Any](), list[Tensor]()
+    batches, net, expected = batches_of(), on_device(net_of(2)), list[Any]()
+    batches[3] = batches[3][0], batches[3][1] * 1e4
+
+    def run() -> None:
+        nonlocal params, opt, scale
+        for batch in batches:
+            result = step(params, batch, opt=opt, lr=0.1, scale=scale)
+            params, opt, scale = result.params, result.opt, result.scale
+            results.append(tree_map(Tensor.clone, params))
+            flags.append(result.valid)
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1, device=DEVICE), foreach=False, capturable=True)
+    for batch, flag in zip(batches, flags, strict=True):
+        grads_by_autograd(net, batch)
+        if flag:
+            optimizer.step()
+        expected.append([param.detach().clone() for param in net.parameters()])
+    reports += [] if len({*map(bool, flags[2:])}) == 2 else [f"no scale overflowed, or each did: {flags}"]
+    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, REPLAYS, 1)
+
+
+def two_steps(donate: bool) -> list[str]:
+    """Run two training steps in each replay, with a learning rate for each."""
+    model, program, params = cut(on_device(net_of(2)), fpipe.chain(GPIPE, fpipe.update("AdamW"), fpipe.steps(2)))
+    step = fpipe.build(program, model, graph=True, audit="never", donate=donate)
+    opt, results, batches, twin = fpipe.optimizer_state(program, params), list[Any](), batches_of(), net_of(2)
+
+    def run() -> None:
+        nonlocal params, opt
+        for first in batches:
+            result = step(params, [first, batches[0]], opt=opt, lr=[0.1, 0.05])
+            params, opt = result.params, result.opt
+            results.append(tree_map(Tensor.clone, params))
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    net, rate, expected = on_device(twin), torch.zeros((), device=DEVICE), list[Any]()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=rate, foreach=False, capturable=True)
+    for first in batches:
+        for batch, number in ((first, 0.1), (batches[0], 0.05)):
+            grads_by_autograd(net, batch)
+            rate.fill_(number)
+            optimizer.step()
+        expected.append([param.detach().clone() for param in net.parameters()])
+    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, REPLAYS, 1)
+
+
+def failed() -> list[str]:
+    """Let a capture fail, and go on with the same step once its cause is gone."""
+    reads_rate = True
+
+    def look_at_rate(param: Tensor, grad: Tensor, state: Any, lr: Tensor) -> tuple[Tensor, Any]:
+        return param - (float(lr) if reads_rate else lr) * grad, state
+
+    fpipe.register_update("LooksAtRate", look_at_rate)
+    try:
+        model, program, params = cut(on_device(net_of(2)), fpipe.chain(GPIPE, fpipe.update("LooksAtRate")))
+        step = fpipe.build(program, model, graph=True, audit="never", donate=True)
+        opt, batches, twin, failures = fpipe.optimizer_state(program, params), batches_of(), net_of(2), list[str]()
+
+        def run() -> None:
+            nonlocal params, reads_rate
+            for batch in batches:
+                try:
+                    params = step(params, batch, opt=opt, lr=0.125).params
+                except RuntimeError as error:
+                    reads_rate = False
+                    failures.extend([str(error), *error.__notes__])
+                    params = step(params, batch, opt=opt, lr=0.125).params
+
+        with counted_replays() as replayed:
+            reports = reports_of(run)
+    finally:
+        RULES.pop("LooksAtRate")
+    net = on_device(twin)
+    for batch in batches:
+        for param, grad in zip(net.parameters(), grads_by_autograd(net, batch), strict=True):
+            param.data -= 0.125 * grad
+    is_said = len(failures) == 3 and failures[1].startswith("in UPDATE") and "captured" in failures[2]
+    reports += [] if is_said else [f"the failure was reported as {failures}"]
+    return reports + differing_bits(leaves(params), [*net.parameters()]) + count_mistakes(replayed, REPLAYS, 1)
+
+
 GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "a graph": partial(same_as_autograd, audit="never"),
     "a graph of 1F1B with recomputation, next to audits": partial(
@@ -254,4 +347,9 @@ GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "a graph with other parameters": new_params,
     "two graphs": two_signatures,
     "a graph with state": normed,
+    "a graph with a loss scale": partial(scaled, donate=False),
+    "a graph with a loss scale, in place": partial(scaled, donate=True),
+    "a graph of two steps": partial(two_steps, donate=False),
+    "a graph of two steps, in place": partial(two_steps, donate=True),
+    "a failed capture": failed,
 }

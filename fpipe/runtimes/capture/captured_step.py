@@ -115,7 +115,13 @@ class StepGraph:
             step.execute(slots)
             return slots
 
-        graph, slots = self._stream.capture(run, self._generators.registered())
+        try:
+            graph, slots = self._stream.capture(run, self._generators.registered())
+        except BaseException as error:
+            error.add_note(
+                "while the step was captured as one graph, which computes nothing: its arguments are intact."
+            )
+            raise
         return Recording(graph, static_leaves, slots)
 
     def _replay(self, recording: Recording, leaves: Sequence[Any]) -> Slots:
