@@ -240,7 +240,7 @@ def normed() -> list[str]:
 
 
 def scaled(donate: bool) -> list[str]:
-    """Train under a loss scale that overflows in some steps, which leave the parameters as they are."""
+    """Train under a loss scale that overflows in some steps, which change no parameter."""
     growth = {"growth_factor": 4.0, "growth_interval": 1}
     pipeline = fpipe.chain(GPIPE, fpipe.update("AdamW", loss_scale=growth))
     model, program, params = cut(on_device(net_of(2)), pipeline)
@@ -277,8 +277,8 @@ def two_steps(donate: bool) -> list[str]:
 
     def run() -> None:
         nonlocal params, opt
-        for first in batches:
-            result = step(params, [first, batches[0]], opt=opt, lr=[0.1, 0.05])
+        for batch in batches:
+            result = step(params, [batch, batches[0]], opt=opt, lr=[0.1, 0.05])
             params, opt = result.params, result.opt
             results.append(tree_map(Tensor.clone, params))
 
@@ -286,9 +286,9 @@ def two_steps(donate: bool) -> list[str]:
         reports = reports_of(run)
     net, rate, expected = on_device(twin), torch.zeros((), device=DEVICE), list[Any]()
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate, foreach=False, capturable=True)
-    for first in batches:
-        for batch, number in ((first, 0.1), (batches[0], 0.05)):
-            grads_by_autograd(net, batch)
+    for batch in batches:
+        for step_batch, number in ((batch, 0.1), (batches[0], 0.05)):
+            grads_by_autograd(net, step_batch)
             rate.fill_(number)
             optimizer.step()
         expected.append([param.detach().clone() for param in net.parameters()])
