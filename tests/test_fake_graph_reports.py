@@ -185,15 +185,15 @@ REPORTS: dict[str, tuple[Callable[[bool], None], str]] = {
     ),
     "overwritten result": (
         overwrite_a_result,
-        "pool: `sum` on fake:0 stream 1 reads a result of a graph that a later replay has overwritten; clone it",
+        "pool: `sum` on fake:0 stream 1 reads a result of a graph that a later replay overwrote; clone it",
     ),
     "overwritten result, read within": (
         overwrite_a_result_read_within,
-        "pool: `sum` on fake:0 stream 1 reads a result of a graph that a later replay has overwritten; clone it",
+        "pool: `sum` on fake:0 stream 1 reads a result of a graph that a later replay overwrote; clone it",
     ),
     "state in the pool": (
         keep_state_in_the_pool,
-        "pool: `sum` on fake:0 stream 1 reads a result of a graph that a later replay has overwritten; clone it",
+        "pool: `sum` on fake:0 stream 1 reads a result of a graph that a later replay overwrote; clone it",
     ),
     "shared pool": (
         share_a_pool,

@@ -46,9 +46,9 @@ struct Access {
 struct Event {
   Clock clock;
   double time = 0;
-  bool asked = false;       // whether it has happened
-  int64_t capture = 0;      // the number of the capture it was recorded in, or 0
-  int64_t index = 0;        // which event of that capture
+  bool asked = false;   // whether it has happened
+  int64_t capture = 0;  // the number of the capture it was recorded in, or 0
+  int64_t index = 0;    // which event of that capture
 };
 
 struct Block {  // memory of a device, or pinned memory of the host
@@ -56,12 +56,12 @@ struct Block {  // memory of a device, or pinned memory of the host
   Agent owner;  // the stream on whose order the allocator relies when it hands the memory out again
   std::vector<Access> accesses;
   std::set<Agent> recorded;
-  int64_t pool = 0;           // the pool of graphs that keeps the memory, or 0
-  uint64_t tenancy = 0;       // the number of the allocation that has it
-  uint64_t last_writer = 0;   // the tenancy whose tensors were written last; 0 if nothing is there
-  uint64_t last_replay = 0;   // the replay that wrote last, or 0
-  bool was_read = false;      // since then
-  bool lost_a_result = false; // that replay wrote over the result of an earlier one, which nobody had read
+  int64_t pool = 0;            // the pool of graphs that keeps the memory, or 0
+  uint64_t tenancy = 0;        // the number of the allocation that has it
+  uint64_t last_writer = 0;    // the tenancy whose tensors were written last; 0 if nothing is there
+  uint64_t last_replay = 0;    // the replay that wrote last, or 0
+  bool was_read = false;       // since then
+  bool lost_a_result = false;  // that replay wrote over the result of an earlier one, which nobody had read
 };
 
 // Memory that an op reads or writes.
@@ -76,7 +76,7 @@ struct Pool {
   int graphs = 0;
   std::multimap<size_t, uintptr_t> unused;
   std::vector<uintptr_t> unused_after_capture;  // what other streams use: a capture has no events to wait for
-  std::vector<uintptr_t> kept;                  // pinned memory, which a copy of the graph may read: CUDA keeps it too
+  std::vector<uintptr_t> pinned;                // freed, but a copy of the graph may read it: CUDA keeps it too
 };
 
 class Checker {
@@ -119,6 +119,8 @@ class Checker {
   std::map<int64_t, Pool> pools;
   uint64_t tenancies = 0;
 
+  std::string describe(const std::string& op, Agent agent) const { return "`" + op + "` on " + name(agent); }
+
   void allocated(uintptr_t low, size_t bytes, Agent owner, int64_t pool = 0) {
     if (!pool) reuse(owner);
     blocks[low] = {low, low + bytes, owner, {}, {}, pool, ++tenancies};
@@ -142,7 +144,7 @@ class Checker {
     if (entry == blocks.end()) return true;
     auto& block = entry->second;
     if (auto pool = pools.find(block.pool); pool != pools.end()) {
-      if (block.owner == HOST) pool->second.kept.push_back(low);
+      if (block.owner == HOST) pool->second.pinned.push_back(low);
       else if (!block.recorded.empty()) pool->second.unused_after_capture.push_back(low);
       else pool->second.unused.emplace(block.high - block.low, low);
       return false;
@@ -156,12 +158,12 @@ class Checker {
         freed[block.owner].push_back(access);
     if (shared.count(block.owner)) reuse(block.owner);
     blocks.erase(entry);
-    return !is_kept(low);
+    return !retain_if_used(low);
   }
   // While a graph lives, no tensor gets memory at an address that the graph reads or writes outside of its pool: what
   // was freed there would come back as other tensors, now and then.
   void keep_address(uintptr_t low) { ++graphs_by_address[low]; }
-  bool is_kept(uintptr_t low) {
+  bool retain_if_used(uintptr_t low) {
     if (!graphs_by_address.count(low)) return false;
     freed_addresses.insert(low);
     return true;
@@ -176,13 +178,13 @@ class Checker {
   std::vector<uintptr_t> release_pool(int64_t number) {
     auto& pool = pools.at(number);
     if (--pool.graphs) return {};
-    auto lows = pool.kept;
+    auto lows = pool.pinned;
     lows.insert(lows.end(), pool.unused_after_capture.begin(), pool.unused_after_capture.end());
     for (auto [size, low] : pool.unused) lows.push_back(low);
     pools.erase(number);
     std::erase_if(lows, [&](uintptr_t low) {
       blocks.erase(low);
-      return is_kept(low);
+      return retain_if_used(low);
     });
     return lows;
   }
@@ -209,18 +211,18 @@ class Checker {
     auto& clock = agents[agent].clock;
     if (agent == HOST) ++clock.at(HOST);
     auto& accesses = block->accesses;
-    auto reader = "`" + op + "` on " + name(agent);
     for (const auto& before : accesses)
       if (before.low < high && low < before.high && (writes || before.writes) && clock.of(before.agent) < before.count)
-        reports.insert("order: " + reader + (writes ? " writes" : " reads") + " what `" + before.name + "` on " +
-                       name(before.agent) + (before.writes ? " writes" : " reads") + ", and has not waited for it");
+        reports.insert("order: " + describe(op, agent) + (writes ? " writes" : " reads") + " what " +
+                       describe(before.name, before.agent) + (before.writes ? " writes" : " reads") +
+                       ", and has not waited for it");
     std::erase_if(accesses, [&](const Access& before) {
       bool within = low <= before.low && before.high <= high;
       if (before.agent == agent) return within && (writes || !before.writes);
       return within && writes && clock.of(before.agent) >= before.count;
     });
     accesses.push_back({low, high, agent, clock.of(agent), writes, op});
-    if (block->pool) access_pool(*block, replay ? tenancy : block->tenancy, writes, reader, replay);
+    if (block->pool) access_pool(*block, replay ? tenancy : block->tenancy, writes, op, agent, replay);
   }
 
   // What was before is forgotten: reports, times, and who was where in memory. The host has waited for all.
@@ -244,14 +246,13 @@ class Checker {
 
  private:
   // What a graph leaves in its pool is there until a replay writes over it, which may be one of another graph.
-  void access_pool(Block& block, uint64_t tenancy, bool writes, const std::string& reader, uint64_t replay) {
+  void access_pool(Block& block, uint64_t tenancy, bool writes, const std::string& op, Agent agent, uint64_t replay) {
     if (!writes) {
-      if (!block.last_writer)
-        reports.insert("pool: " + reader + " reads memory of a graph that no replay has written");
-      else if (block.last_writer != tenancy)
-        reports.insert("pool: " + reader + " reads memory of a graph that a replay has since used for other tensors");
-      else if (!replay && block.lost_a_result)
-        reports.insert("pool: " + reader + " reads a result of a graph that a later replay has overwritten; clone it");
+      std::string mistake;
+      if (!block.last_writer) mistake = "memory of a graph that no replay has written";
+      else if (block.last_writer != tenancy) mistake = "memory of a graph that a replay has since used for other tensors";
+      else if (!replay && block.lost_a_result) mistake = "a result of a graph that a later replay overwrote; clone it";
+      if (!mistake.empty()) reports.insert("pool: " + describe(op, agent) + " reads " + mistake);
       // A graph that reads what it has itself just written does not keep it for the caller.
       if (replay != block.last_replay || !replay) block.was_read = true;
       return;
@@ -269,8 +270,8 @@ class Checker {
     clock.merge(agents[HOST].clock);
     for (const auto& access : freed[owner])
       if (clock.of(access.agent) < access.count)
-        reports.insert("reuse: memory of " + name(owner) + " is handed out again, and `" + access.name + "` on " +
-                       name(access.agent) + " may still " + (access.writes ? "write" : "read") + " it");
+        reports.insert("reuse: memory of " + name(owner) + " is handed out again, and " +
+                       describe(access.name, access.agent) + " may still " + (access.writes ? "write" : "read") + " it");
     freed[owner].clear();
   }
 
