@@ -332,12 +332,12 @@ def failed() -> list[str]:
 
 
 GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    "a graph on streams in turn": on_streams_in_turn,
+    "a graph that draws": partial(drawn, GPIPE),
     "a graph": partial(same_as_autograd, audit="never"),
     "a graph of 1F1B with recomputation, next to audits": partial(
         same_as_autograd, pipeline_of(fpipe.checkpoint(), fpipe.schedules.one_f_one_b(1))
     ),
-    "a graph on streams in turn": on_streams_in_turn,
-    "a graph that draws": partial(drawn, GPIPE),
     "a graph that draws twice": partial(drawn, pipeline_of(fpipe.checkpoint(), fpipe.schedules.gpipe(1))),
     "a graph that updates": partial(updated, "AdamW", clip=1.0, weight_decay=0.1),
     "a graph that updates in place": partial(updated, "AdamW", donate=True, clip=1.0),
@@ -353,3 +353,4 @@ GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "a graph of two steps, in place": partial(two_steps, donate=True),
     "a failed capture": failed,
 }
+"""Scenarios in order: first those that are the only one to notice some missing call."""
