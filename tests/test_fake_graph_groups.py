@@ -181,7 +181,7 @@ def test_a_write_before_the_wait_is_reported(pair: Processes, operation: Operati
 
 
 def test_work_is_waited_for_alone(pair: Processes):
-    """A wait for the first of two works is enough to write over what the first has used."""
+    """Memory of the first of two works may be written after a wait for that work alone."""
     assert pair.run(report_replay, wait_and_write, True) == [[], []]
 
 

@@ -48,7 +48,7 @@ class LowRank(nn.Module):
 
 
 class Masked(nn.Module):
-    """Draw a mask of what a parameter gives, and add a tensor that depends on nothing."""
+    """Draw a mask from a parameter's exponential, and add a tensor that depends on nothing."""
 
     def __init__(self) -> None:
         super().__init__()
