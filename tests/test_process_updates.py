@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import fpipe
 from fpipe.meaning.purity.sharded import local_shard
@@ -14,24 +15,36 @@ from tests.test_distributed import MSE, blocks, is_equal_tree, local_part, rows
 from tests.test_update import updating_program
 
 
+class Shift(nn.Module):
+    """Add a constant buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
 def start_from_changed_leaf(rank: int, kind: str) -> list[str]:
     """Step on four processes after one process changed a parameter or a leaf of its optimizer state."""
     mesh, replica, stage = meshed()
     net = blocks(2)
     net[1][0].bias.requires_grad_(False)
+    net[1].append(Shift())
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     shard = [fpipe.shard()] if kind == "shards" else []
     program = replicated(model, None, *shard, fpipe.update("AdamW"))
     step, mine = started(model, params, program, rows(), mesh)
     opt = fpipe.optimizer_state(program, mine)
     if rank == 3:
-        leaves = {"params": mine[stage]["1.0.weight"], "frozen": net[1][0].bias}
+        leaves = {"params": mine[stage]["1.0.weight"], "frozen": net[1][0].bias, "buffers": net[1][-1].shift}
         changed_leaf = opt[stage]["1.0.weight"]["exp_avg"] if kind == "opt" else leaves.get(kind, leaves["params"])
         local_shard(changed_leaf).detach().add_(1e-6)
     return [time_call(lambda: step(mine, tuple(tensor + replica for tensor in rows()), opt=opt, lr=0.1))[0]]
 
 
-LEAVES = {"params": "['1.0.weight']", "opt": "['1.0.weight']['exp_avg']", "frozen": "[0]"}
+LEAVES = {"params": "['1.0.weight']", "opt": "['1.0.weight']['exp_avg']", "frozen": "[0]", "buffers": "[0]"}
 
 
 @pytest.mark.parametrize("kind", LEAVES)

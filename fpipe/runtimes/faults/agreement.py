@@ -113,7 +113,7 @@ def claims_of_batch(batch: Any) -> dict[str, str]:
 def claims_of_start(
     program: Program, model: Model, rank: int, params: Any, optim_state: Any, share: Share | None
 ) -> dict[str, str]:
-    """State the parameters of a rank's stages, frozen ones too, and their optimizer state, by hashes of their data.
+    """State the parameters, constant buffers and optimizer state of a rank's stages, by hashes of their data.
 
     Replicas, and ranks that have the same stage, must start from equal parameters. A shard is compared among the
     replicas that keep the same part.
@@ -126,9 +126,12 @@ def claims_of_start(
             leaf_by_name |= {f"{name}[{stage}]{path}": leaf for path, leaf in paths if isinstance(leaf, Tensor)}
         net = net_stage_of(model.stages[stage].forward)
         constants = net.constants() if net else []
-        # A net keeps its frozen parameters itself: replicas that drew them by other seeds would train different models.
+        # A net keeps its frozen parameters and constant buffers itself: replicas that drew them by other seeds would
+        # train different models.
         frozen = [leaf for leaf in constants if isinstance(leaf, Parameter)]
-        leaf_by_name |= {f"frozen[{stage}][{index}]": leaf for index, leaf in enumerate(frozen)}
+        buffers = [leaf for leaf in constants if not isinstance(leaf, Parameter)]
+        for name, leaves in (("frozen", frozen), ("buffers", buffers)):
+            leaf_by_name |= {f"{name}[{stage}][{index}]": leaf for index, leaf in enumerate(leaves)}
     claims = dict[str, str]()
     for name, leaf in leaf_by_name.items():
         suffix = f"|part {share.number}" if share is not None and is_share(leaf, share.axis) else ""
@@ -169,7 +172,7 @@ def first_difference(lines: Sequence[str], expected: Sequence[str]) -> tuple[str
 
 def advice_on(name: str) -> str:
     """Return how ranks come to agree on a claim of this name; empty where that is plain."""
-    if name.startswith(("params[", "opt[", "frozen[")):
+    if name.startswith(("params[", "opt[", "frozen[", "buffers[")):
         return (
             " Replicas start from the same numbers: make the net behind torch.manual_seed(0), load one checkpoint, or "
             "send those of replica 0 to all by torch.distributed.broadcast."
