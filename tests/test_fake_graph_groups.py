@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fpipe.torch_private.processes import coalesce
 from tests.fake_accelerator import COMPILER, capture_call, reports_of
-from tests.fake_accelerator.captures import captured_of, new_ones
+from tests.fake_accelerator.captures import captured, captured_of, new_graph, new_ones
 from tests.fake_accelerator.group import NAME
 from tests.fake_accelerator.processes import processes_with_device
 from tests.processes import Processes
@@ -194,12 +194,14 @@ REFUSALS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 def refuse(rank: int, name: str) -> str:
-    """Return why a capture is invalid, and see that nothing was sent in it."""
-    x, group = new_ones(), new_group()
-    with pytest.raises(RuntimeError) as refusal:
-        captured_of(lambda: REFUSALS[name][0](start_transfer(rank, x, group)))
+    """Return why a capture is invalid, and see that it has left nothing to send to the next one."""
+    x, group, graph = new_ones(), new_group(), new_graph()
+    with pytest.raises(RuntimeError) as refusal, captured(graph):
+        REFUSALS[name][0](start_transfer(rank, x, group))
+    with captured(graph):
+        transfer(rank, x, group)
     x.fill_(rank)
-    transfer(rank, x, group)
+    graph.replay()
     assert x.tolist() == [0] * 4
     return str(refusal.value)
 

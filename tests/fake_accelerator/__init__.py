@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import shutil
 import subprocess
 import types
@@ -66,7 +67,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.ops = torch.ops.fake_accelerator
-        self.number, self.calls = self.ops.new_graph(), list[Any]()
+        self.number = self.ops.new_graph()
 
     # As of CUDA, the device has the graph's memory until the last reference to it is gone.
     def __del__(self) -> None:
@@ -74,6 +75,7 @@ class Graph:
 
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         self.ops.capture_begin(self.number, 0 if pool is None else pool[0], capture_error_mode)
+        self.capture, self.calls, self.queues = next(CAPTURE_NUMBERS), list[Any](), dict[Any, Any]()
         CAPTURING.append(self)
 
     def capture_end(self) -> None:
@@ -100,6 +102,7 @@ class Graph:
 
 
 CAPTURING, CALL_ERRORS = list[Graph](), list[BaseException]()
+CAPTURE_NUMBERS = itertools.count(1)
 
 
 def capture_call(function: Callable[[], object]) -> None:

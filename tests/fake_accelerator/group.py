@@ -22,7 +22,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import takewhile
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -40,20 +39,19 @@ def copy_unchecked(address: int, host: Tensor) -> None:
 
 
 class Communicator:
-    """A stream with its queue of work that has not arrived, and the queue of each capture.
+    """A stream with its queue of work that has not arrived; a graph has the queue of its capture.
 
     Work of a graph has a label by which processes compare their captures: the number of the graph and that of the work.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream, self.queue = torch.Stream(device), deque[QueuedWork]()
-        self.captured_queues = WeakKeyDictionary[Graph, deque[QueuedWork]]()
-        self._work_counts = defaultdict[str, Counter[int]](Counter)  # by direction and graph
+        self._work_counts = defaultdict[str, Counter[int]](Counter)  # by direction and capture
 
     def label_captured_work(self, direction: str, graph: Graph) -> str:
         work_counts = self._work_counts[direction]
-        work_counts[graph.number] += 1
-        return f"number {work_counts[graph.number]} of graph {len(work_counts)}"
+        work_counts[graph.capture] += 1
+        return f"number {work_counts[graph.capture]} of graph {len(work_counts)}"
 
 
 class QueuedWork:
@@ -83,7 +81,7 @@ class QueuedWork:
         self.end_event = communicator.stream.record_event()
         self.queue = communicator.queue
         if self.is_captured:
-            self.queue = communicator.captured_queues.setdefault(CAPTURING[-1], deque())
+            self.queue = CAPTURING[-1].queues.setdefault(communicator, deque())
         self.queue.append(self)
 
     def run_at_replay(self, function: Callable[[], object]) -> None:
