@@ -105,11 +105,12 @@ def build(
         hoist: whether each version of the parameters of a stage is cast, transposed and normed once for all
             microbatches. So is whatever else depends on parameters and constants alone and is no larger than these. It
             is kept from its first reader to its last. False computes it in each F, which hands it to B as a residual.
-        graph: of runtime="local" on an accelerator, whether the whole step is captured as one graph of the device, once
+        graph: on an accelerator, whether the whole step is captured as one graph of the device, once
             for each signature behind two steps without it. Later steps copy the batch in, replay the graph and copy the
             results out. Parameters, state and optimizer state that come at the same address are read where they are,
             and others are copied in; with `donate` they are updated in place. Rules of torch.optim run with
-            capturable=True, and lr is a 0-d tensor on the device. Audited steps run without the graph.
+            capturable=True, and lr is a 0-d tensor on the device. Audited steps run without the graph. With NCCL each
+            process captures its part; not for runtime="threads".
 
     Returns:
         `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`, which changes nothing

@@ -97,8 +97,9 @@ def run_audited(
     steps_of_time = (time.perf_counter() - start) / run_seconds - 1
     # Intervals are doubled, so that ranks, which choose without each other, audit in the same steps: each audit holds
     # the whole pipeline up.
-    interval = _INTERVAL
-    while interval < min(_STEPS_PER_AUDIT * steps_of_time, _INTERVAL << _MOST_DOUBLINGS):
+    longest = _INTERVAL << _MOST_DOUBLINGS
+    interval = longest if prepared.audits_by_number else _INTERVAL
+    while interval < min(_STEPS_PER_AUDIT * steps_of_time, longest):
         interval *= 2
     if step_number + 1 < _FIRST_STEPS:
         prepared.next_audit = step_number + 1

@@ -8,10 +8,15 @@ A graph reads fixed memory. A leaf that is new in each step, such as the batch, 
 leaf that came at one address twice, such as a parameter that the caller updates in place, is read at that address.
 When it comes at another one, the graph is captured again: with a copy of that leaf from then on, or, if a step
 overwrites the leaf, at the new address, once that has come twice. So any tensors give the right result.
+
+Processes capture once, all in the same step (`in_lockstep`): NCCL wants an operation to be captured by all of its
+processes or by none, and one process cannot see the addresses of another. They copy every leaf but donated ones, which
+stay where they are.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,12 +59,13 @@ class StepGraph:
     reference.
     """
 
-    def __init__(self, stream: GraphStream) -> None:
+    def __init__(self, stream: GraphStream, in_lockstep: bool) -> None:
         self._stream, self._generators, self._recording = stream, InstructionGenerators(), None
-        self._warm_ups, self._addresses = 0, list[Any]()
+        self._warm_ups, self._addresses, self._in_lockstep = 0, list[Any](), in_lockstep
         self._copied: set[int] | None = None
+        self._is_refused = False
 
-    def run(self, step: PreparedStep, leaves: Sequence[Any], inputs: StepInputs) -> Result:
+    def run(self, step: CapturedStep, leaves: Sequence[Any], inputs: StepInputs) -> Result:
         """Run one step on the leaves of its arguments, and return results that belong to the caller."""
         leaves = [*map(local_shard, leaves)]
         with self._stream.lock, raw_ops():
@@ -67,41 +73,63 @@ class StepGraph:
             self._generators.seed(inputs.key)
             moved_donated = self._note_addresses(step, leaves)
             slots: Slots
-            if self._recording is None and (self._warm_ups < WARM_UPS or moved_donated):
+            if self._recording is None and not moved_donated and self._warm_ups >= WARM_UPS and not self._is_refused:
+                self._recording = self._capture_or_refuse(step, leaves)
+            if self._recording is None:
                 slots = self._run_instructions(step, leaves)
             else:
-                self._recording = self._recording or self._capture(step, leaves)
-                slots = self._replay(self._recording, leaves)
+                slots = self._replay(step, self._recording, leaves)
             results = step.exit.results(slots, inputs.state)
             # The next work on this stream writes what these copies read, and it may come from another stream.
             self._stream.wait_for_caller()
         return Result(**results)
 
-    def _note_addresses(self, step: PreparedStep, leaves: Sequence[Any]) -> bool:
+    def _note_addresses(self, step: CapturedStep, leaves: Sequence[Any]) -> bool:
         """Compare addresses with the step before; return whether a leaf moved that can only be read where it is."""
         # 1. What a graph reads where it is: leaves that are not copied, and constants of stages.
-        self._copied = {*step.entrance.new_each_step} if self._copied is None else self._copied
+        if self._copied is None:
+            all_copied = {*range(len(leaves))} - step.entrance.donated
+            self._copied = all_copied if self._in_lockstep else {*step.entrance.new_each_step}
         constants = step.entrance.constant_leaves()
         addresses = [_address(leaf) for leaf in (*leaves, *constants)]
         previous, self._addresses = self._addresses or addresses, addresses
         moved = {index for index, pair in enumerate(zip(previous, addresses, strict=True)) if pair[0] != pair[1]}
         moved -= self._copied
-        if not moved:
+        if not moved or (self._in_lockstep and self._recording is None):
             return False
+        if self._in_lockstep:
+            raise ValueError(
+                "graph=True in processes reads donated tensors and constants where they were captured: copy new "
+                "numbers into them."
+            )
         # 2. A leaf that moves is copied from now on, but for one that is overwritten in place, and for constants.
         self._recording = None
         fixed = moved & ({*step.entrance.donated} | {*range(len(leaves), len(addresses))})
         self._copied |= moved - fixed
         return bool(fixed)
 
-    def _run_instructions(self, step: PreparedStep, leaves: Sequence[Any]) -> Slots:
+    def _run_instructions(self, step: CapturedStep, leaves: Sequence[Any]) -> Slots:
         self._warm_ups += 1
         with self._stream.between_callers_work():
             slots = step.entrance.fill_slots(leaves, self._generators)
             step.execute(slots)
         return slots
 
-    def _capture(self, step: PreparedStep, leaves: Sequence[Any]) -> Recording:
+    def _capture_or_refuse(self, step: CapturedStep, leaves: Sequence[Any]) -> Recording | None:
+        """Return the recording; None if a process cannot capture, so that all run without a graph from now on."""
+        recording, failure = None, None
+        try:
+            recording = self._capture(step, leaves)
+        except RuntimeError as error:
+            failure = error
+        reason = step.agree_on_capture(failure)
+        if not reason:
+            return recording
+        warnings.warn(f"this step runs without a graph, which cannot be captured: {reason}", stacklevel=2)
+        self._is_refused = True
+        return None
+
+    def _capture(self, step: CapturedStep, leaves: Sequence[Any]) -> Recording:
         assert self._copied is not None
         static_leaves = [
             torch.empty_like(_flat(leaf)).as_strided(leaf.shape, leaf.stride())
@@ -124,23 +152,43 @@ class StepGraph:
             raise
         return Recording(graph, static_leaves, slots)
 
-    def _replay(self, recording: Recording, leaves: Sequence[Any]) -> Slots:
+    def _replay(self, step: CapturedStep, recording: Recording, leaves: Sequence[Any]) -> Slots:
         with self._stream.between_callers_work():
+            step.begin_replay()
             for static_leaf, leaf in zip(recording.leaves, leaves, strict=True):
                 if isinstance(leaf, Tensor) and static_leaf.data_ptr() != leaf.data_ptr():
                     _flat(static_leaf).copy_(_flat(leaf))
             recording.graph.replay()
+            step.end_replay()
         return recording.slots
 
 
 class CapturedStep(PreparedStep):
-    """A program lowered for one signature, whose steps are replays of one graph; audited steps run without it."""
+    """A program lowered for one signature, whose steps are replays of one graph; audited steps run without it.
+
+    Attributes:
+        in_lockstep: whether other processes capture and replay their graphs in the same steps.
+    """
+
+    in_lockstep = False
 
     def __init__(self, streams: GraphStreams, *arguments: Any) -> None:
         super().__init__(*arguments)
         device = accelerator_of(self)
-        refuse_uncapturable(self)
-        self._graph = StepGraph(streams[device])
+        refuse_uncapturable(self, self.in_lockstep)
+        self._graph = StepGraph(streams[device], self.in_lockstep)
+
+    def begin_replay(self) -> None:
+        """Queue what comes before a replay, and depends on the step."""
+
+    def end_replay(self) -> None:
+        """Finish a step whose replay is queued."""
+
+    def agree_on_capture(self, failure: RuntimeError | None) -> str:
+        """Return why a process of the step cannot capture it, empty if all have; or raise this one's failure."""
+        if failure is not None:
+            raise failure
+        return ""
 
     def run(
         self,
@@ -158,15 +206,16 @@ class CapturedStep(PreparedStep):
         return self._graph.run(self, leaves, inputs)
 
 
-def with_device_numbers(inputs: StepInputs) -> StepInputs:
-    """Return the arguments of a step with the numbers of its update on the device of its parameters.
+def with_device_numbers(inputs: StepInputs, device: torch.device | None = None) -> StepInputs:
+    """Return the arguments of a step with the numbers of its update on a device, by default its parameters' device.
 
     These are learning rates, the loss scale and the step counts of optimizer state. A rate is of the default dtype, as
     `torch.tensor(3e-4)` is.
     """
     if inputs.optim is None:
         return inputs
-    device = next((leaf.device for leaf in tree.leaves(inputs.params) if isinstance(leaf, Tensor)), None)
+    param_devices = (leaf.device for leaf in tree.leaves(inputs.params) if isinstance(leaf, Tensor))
+    device = device or next(param_devices, None)
 
     def move_number(leaf: Any, dtype: torch.dtype | None = None) -> Any:
         if not isinstance(leaf, Tensor) or leaf.ndim or leaf.device.type != "cpu":

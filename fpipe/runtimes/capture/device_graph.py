@@ -19,6 +19,12 @@ import torch
 T = TypeVar("T")
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether work that is queued on a device now is captured, so that the host can neither wait for it nor ask."""
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    return bool(getattr(module, "is_current_stream_capturing", bool)())
+
+
 class GraphStream:
     """A stream on which graphs are captured and replayed, and the memory pool that they share.
 

@@ -16,8 +16,8 @@ NEEDS_TRACES = "graph=True captures traces, and this step cannot be traced: {}"
 
 def refuse_graph_options(runtime: str, trace: bool, record: bool, check_finite: bool) -> None:
     """Raise ValueError for options of `build` that a step of one graph cannot have."""
-    if runtime != "local":
-        raise ValueError(f"graph=True is of runtime='local'; found {runtime!r}.")
+    if runtime == "threads":
+        raise ValueError("graph=True is of runtime='local' or 'distributed'; found 'threads'.")
     if not trace:
         raise ValueError("graph=True captures traces: say trace=True.")
     if record:
@@ -45,13 +45,13 @@ def accelerator_of(step: PreparedStep) -> torch.device:
     return next(iter(devices))
 
 
-def refuse_uncapturable(step: PreparedStep) -> None:
+def refuse_uncapturable(step: PreparedStep, in_processes: bool) -> None:
     """Raise ValueError for a step that cannot be one graph; the error names op, stage and module."""
     model, lowered = step.model, step.lowered
     for stage, reason in step.untraced.stages.items():
         label = model.label_of(stage)
         raise ValueError(NEEDS_TRACES.format(reason if reason.startswith(label) else f"{label}: {reason}"))
-    if lowered.is_collective:
+    if lowered.is_collective and not in_processes:
         raise ValueError("graph=True of runtime='local' captures one process, and stages talk to others.")
     for op in step.program.ops:
         if op.kind in ("OFFLOAD", "LOAD"):

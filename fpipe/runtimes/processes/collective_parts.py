@@ -289,13 +289,14 @@ class CollectiveLane(Lane):
             wait = self._waits[group_name, label] = PeerWait(processes, f"did not take part in {label}", group=group)
         return wait
 
-    def end(self, launch_rows: Collection[int] = ()) -> None:
+    def end(self, launch_rows: Collection[int] = (), is_captured: bool = False) -> None:
         """Wait for all results that nobody has read, with NCCL on the host too, and note when all was over.
 
         Args:
             launch_rows: the instructions that launch collectives, which began when this rank came to them.
+            is_captured: whether a graph captures the collectives: the host then waits for its replays.
         """
         self.wait_for_all()
-        for group_name, (work, label) in self.last_by_group.items():
+        for group_name, (work, label) in self.last_by_group.items() if not is_captured else ():
             self.watchdog.wait_on_host(work, self.wait_of(group_name, label))
         self.notes.write_to_notes(launch_rows)

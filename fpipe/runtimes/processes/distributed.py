@@ -35,6 +35,8 @@ from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
 from fpipe.runtimes.audit.audits import run_audited
+from fpipe.runtimes.capture.captured_step import with_device_numbers
+from fpipe.runtimes.capture.device_graph import GraphStreams
 from fpipe.runtimes.faults.agreement import (
     Claims,
     claims_of_batch,
@@ -50,6 +52,7 @@ from fpipe.runtimes.faults.watchdog import Watchdog, watchdog_of_process
 from fpipe.runtimes.lowering.prepared_step import DONATED_PARAMS_OVERWRITTEN
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, UntracedStages
+from fpipe.runtimes.processes.captured_rank_step import CapturedRankStep, refuse_uncapturable_messages
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane, bind_exchanges
 from fpipe.runtimes.processes.message_order import messages_of, with_results_last
 from fpipe.runtimes.processes.rank_step import RankLinks, RankStep, RemoteLoss
@@ -135,6 +138,9 @@ def build_rank_step(
         groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
         shapes = StepInputs(*tree.tree_map(_on_meta, (_fill_params(model, params), *batch_and_state)))
         shapes = replace(shapes, optim=example_optim(program, shapes.params))
+        shapes = with_device_numbers(shapes, device) if step_options.graph else shapes
+        if step_options.graph:
+            refuse_uncapturable_messages(program, group, device)
         # 3. Transform the program.
         recorded = program if step_options.record else None
         refuse_wrong_size(group, program, mesh)
@@ -213,6 +219,7 @@ class _RankSteps:
         loss_outputs = [output for output in self.program.outputs if output.name == Value("loss")]
         self.loss_ranks = [home for output in loss_outputs for home in output.homes]
         self.net_stages = [s.forward for s in self.model.stages if isinstance(s.forward, PositionalStage)]
+        self.graph_streams = GraphStreams() if self.step_options.graph else None
 
     def prepare(self, inputs: StepInputs) -> RankStep:
         traces = self.step_options.trace
@@ -220,7 +227,12 @@ class _RankSteps:
         # Each round finds one more stage that cannot be traced, and runs it on zeros in the next.
         while True:
             try:
-                prepared = RankStep(self.links, self.program, self.model, inputs, untraced, self.step_options)
+                arguments = self.links, self.program, self.model, inputs, untraced, self.step_options
+                if self.graph_streams is None:
+                    prepared = RankStep(*arguments)
+                else:
+                    all_ranks = self.meeting if self.links.replicas is None else self.links.replicas.meeting
+                    prepared = CapturedRankStep(self.graph_streams, all_ranks, *arguments)
                 break
             except Untraceable as error:
                 # A ValueError is about the call itself, and every runtime raises it.
@@ -257,6 +269,7 @@ class _RankSteps:
         # 1. Find the lowered step of this signature, or lower it.
         step_number, key = self.begun, local_inputs.key
         inputs = _with_example_shapes(local_inputs, self.shapes)
+        inputs = inputs if self.graph_streams is None else with_device_numbers(inputs, self.device)
         if any(stage.moved_params() for stage in self.net_stages):
             check_params(self.model, inputs.params)
         leaves, containers = tree.flatten(inputs.trees)

@@ -83,10 +83,11 @@ class Layout:
         for leaf_bytes, leaf in zip(self._leaf_bytes, leaves, strict=True):
             if leaf_bytes is not None:
                 if leaf_bytes.start > packed_end:
-                    parts.append(step_header.new_empty(leaf_bytes.start - packed_end))
+                    # Padding is shorter than the header. Memory that nobody has written, a graph may not read.
+                    parts.append(step_header[: leaf_bytes.start - packed_end])
                 parts.append(_pack_leaf(leaf, leaf_bytes))
                 packed_end = leaf_bytes.end
-        return torch.cat([*parts, step_header.new_empty(size - packed_end)] if size > packed_end else parts)
+        return torch.cat([*parts, step_header[:1].expand(size - packed_end)] if size > packed_end else parts)
 
     def unpack(self, message: Tensor) -> list[Any]:
         """Return the leaves: views of the message, or copies of leaves whose strides leave gaps."""

@@ -251,7 +251,8 @@ class RankStep(PreparedStep):
         watchdog.part = part = self.part if tap is None else self.part.with_tap(tap)
         self.lane.lane.begin(watch)
         part.run(part_slots, watch)
-        self.lane.lane.end()
+        is_captured = self.transfers.is_captured
+        self.lane.lane.end(is_captured=is_captured)
         if notes is not None:
             # A SEND writes no slot here: the memory that it holds is that of its message.
             for row in self._sends:
@@ -259,7 +260,7 @@ class RankStep(PreparedStep):
                 notes.note_storages(row, messages)
         self.transfers.wait_for_sends()
         if self.replicas is not None:
-            self.replicas.end()
+            self.replicas.end(is_captured)
         if notes is not None and self.recorder is not None:
             processes = tuple(dist.get_process_group_ranks(self.group))
             watchdog.wait = PeerWait(processes, "did not come to the end of the step", "at the end of")

@@ -197,9 +197,9 @@ class Replicas:
             if value in older_scatters if cannot_poll else all(work.is_completed() for work in works):
                 self.lane.wait_for(value)
 
-    def end(self) -> None:
-        """Wait until all collectives of the step are over."""
-        self.lane.end(self._exchanges.instruction_rows.values())
+    def end(self, is_captured: bool = False) -> None:
+        """Wait until all collectives of the step are over; of a graph that is captured only its streams wait."""
+        self.lane.end(self._exchanges.instruction_rows.values(), is_captured)
 
     def vote(self, key: int | None, batch_digest: int, update_claims: Mapping[str, str]) -> None:
         """Wait until all replicas are done with the step, and compare their arguments.

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fpipe.program import Op, Value
+from fpipe.runtimes.capture.device_graph import is_capturing
 from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import NOT_SAME_STEP, PeerWait, Watchdog
@@ -147,6 +148,8 @@ class Transfers:
 
     Attributes:
         carrier_device: where messages are when they are sent.
+        is_captured: whether a graph captures the messages of the step, which are sent by its replays.
+        received_header: the header of a message of another step, if one has come in.
     """
 
     def __init__(
@@ -199,6 +202,8 @@ class Transfers:
         self._bytes_by_number = {message.number: HEADER for message in messages}
         self._posted_until = dict[int, int]()
         self._rank, self._signature_count = rank, 0
+        # The header that graphs send: a replay reads this memory, which the host fills before it.
+        self._graph_header = torch.empty(HEADER, dtype=torch.uint8, device=device)
         self.begin_step(0, 0, None, keeps=False)
 
     @property
@@ -225,9 +230,10 @@ class Transfers:
             step, signature, key: what the header of its messages names.
             keeps: whether buffers are kept until the end of the step, for its notes.
         """
-        step_header = header_of_step(step, signature, key if key is None or abs(key) < _LARGE_KEY else hash(key))
-        self._step_mark, self._step = int(mark_of(step_header)), step_of(step_header)
-        self._header, self._keeps_messages = step_header.to(self.device), keeps
+        self.is_captured, self._keeps_messages = is_capturing(self.device), keeps
+        self._sent_header = self._graph_header if self.is_captured else self._write_header(step, signature, key)
+        # The first header of another step that came in, or else the one that is sent.
+        self.received_header = self._sent_header
         self._freed_counts = dict.fromkeys(self._outgoing_by_target, 0)
         self._unsettled_receives: list[tuple[Message, Any]] = []
         self._posted_counts, self._queued_count = dict.fromkeys(self._incoming_by_source, 0), 0
@@ -239,6 +245,17 @@ class Transfers:
             for source, incoming in self._incoming_by_source.items():
                 self._post_receives(source, self._posted_until[incoming[0].number])
 
+    def begin_replay(self, step: int, signature: int, key: int | None) -> None:
+        """Begin a step whose messages a graph sends and receives: queue the copy of its header."""
+        self._graph_header.copy_(self._write_header(step, signature, key))
+
+    def _write_header(self, step: int, signature: int, key: int | None) -> Tensor:
+        """Return the header of a step on the device, and keep its mark."""
+        header = header_of_step(step, signature, key if key is None or abs(key) < _LARGE_KEY else hash(key))
+        self._step_mark, self._step = int(mark_of(header)), step_of(header)
+        # From pinned memory, so that the host does not wait for the device.
+        return header.pin_memory().to(self.device, non_blocking=True) if self._on_streams else header.to(self.device)
+
     def send(self, layouts: Mapping[Value, Layout], op: Op, compute_leaves: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that runs a SEND, whose `compute_leaves` makes the leaves that are sent."""
         sent_messages = [(self._message_by_value[value], layouts[value]) for value in op.writes]
@@ -247,7 +264,7 @@ class Transfers:
             for (message, layout), leaves in zip(sent_messages, compute_leaves(*operands), strict=True):
                 # Both sides of an NCCL transfer must name the same size; a receive of gloo takes shorter messages.
                 size = self._bytes_by_number[message.number] if self._on_streams else layout.size
-                buffer = layout.pack(leaves, self._header, size)
+                buffer = layout.pack(leaves, self._sent_header, size)
                 self._advance_queue(self._place_by_number[message.number])
                 self._start_send(message, buffer if self._is_carried_on_device else buffer.to(self.carrier_device))
                 self._advance_queue(self._queued_counts[message.number])
@@ -269,11 +286,16 @@ class Transfers:
         for number in self._sends:
             self._wait_for_send(number)
         # The streams waited for these receives. The host must too: only a wait of the host notices a dead peer.
-        for message, work in self._unsettled_receives:
+        for message, work in self._unsettled_receives if not self.is_captured else ():
             self._watchdog.wait_on_host(work, self._wait_by_number[message.number])
-        if self._on_streams and int(mark_of(self._header)) != self._step_mark:
-            raise self._end_run_for_step(self._header, "another rank")
+        if self._on_streams and not self.is_captured:
+            self.check_header(self.received_header)
         self._unsettled_receives, self._sends = [], {}
+
+    def check_header(self, received_header: Tensor) -> None:
+        """Raise RankError if a message of another step has come in; this waits for the device."""
+        if int(mark_of(received_header)) != self._step_mark:
+            raise self._end_run_for_step(received_header, "another rank")
 
     def _start_send(self, message: Message, buffer: Tensor) -> None:
         group, peer = self._group_by_direction[message.source, message.target]
@@ -290,7 +312,9 @@ class Transfers:
             if message.target == self._rank:
                 self._post_receives(message.source, message.place_in_direction + 1)
         self._queued_count = max(self._queued_count, count)
-        for target, outgoing in self._outgoing_by_target.items() if not self._keeps_messages else ():
+        # Nothing of a capture is ever completed: its buffers are freed by what acknowledges them.
+        polls = not (self._keeps_messages or self.is_captured)
+        for target, outgoing in self._outgoing_by_target.items() if polls else ():
             for message in outgoing[self._freed_counts[target] :]:
                 send_work = self._sends[message.number][1] if message.number in self._sends else None
                 if send_work is None or not send_work.is_completed():
@@ -306,8 +330,10 @@ class Transfers:
         self._watchdog.wait_for(work, self._wait_by_number[message.number], self._on_streams)
         if self._on_streams:
             self._unsettled_receives.append((message, work))
-            # On the GPU: keep the first header that differs, for the host to read at the end of the step.
-            self._header = torch.where(mark_of(buffer) == self._step_mark, self._header, buffer[:HEADER])
+            # On the GPU: keep the first header that differs, for the host to read at the end of the step. The mark is
+            # compared with memory, since a number would stay that of the capture in all replays.
+            is_of_step = mark_of(buffer) == mark_of(self._sent_header)
+            self.received_header = torch.where(is_of_step, self.received_header, buffer[:HEADER])
         elif mark_of(buffer).item() != self._step_mark:
             raise self._end_run_for_step(buffer, f"rank {message.source}")
         if not self._keeps_messages:

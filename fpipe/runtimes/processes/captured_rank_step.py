@@ -1,0 +1,94 @@
+"""Run the part of one rank as a graph: its compute, its messages, and its collectives over shards and replicas.
+
+    rank 0: header in    replay: 0F0 send .. all_reduce    wait for its end, check the header, vote
+    rank 1: header in    replay: receive 1F0 .. all_reduce  wait for its end, check the header, vote
+
+NCCL wants an operation to be captured by all of its processes or by none, and the same of its replays ("Using NCCL with
+CUDA Graphs" in its user guide). So all ranks capture in the same step of a signature, and are audited in the same
+steps. Headers of messages, hashes of batches and votes are work of the host around a replay.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fpipe.program import Program, parts_of
+from fpipe.runtimes.capture.captured_step import CapturedStep
+from fpipe.runtimes.capture.device_graph import GraphStreams
+from fpipe.runtimes.faults.fault_store import RankError
+from fpipe.runtimes.faults.meeting import Meeting
+from fpipe.runtimes.faults.watchdog import PeerWait
+from fpipe.runtimes.lowering.lane import Watch
+from fpipe.runtimes.lowering.rank_part import Slots, Tap
+from fpipe.runtimes.processes.rank_step import RankStep
+from fpipe.timing.simulate import simulate
+from fpipe.torch_private.processes import is_on_streams
+
+
+class CapturedRankStep(CapturedStep, RankStep):
+    """The step of one rank, whose part of the program is captured and replayed in lockstep with all ranks.
+
+    Args:
+        streams: the streams of graphs.
+        meeting: the ranks of all replicas.
+        arguments: of `RankStep`.
+    """
+
+    in_lockstep = audits_by_number = True
+
+    def __init__(self, streams: GraphStreams, meeting: Meeting, *arguments: object) -> None:
+        super().__init__(streams, *arguments)
+        self._meeting, self._captured_header = meeting, torch.empty(0)
+        peers = tuple(dist.get_process_group_ranks(self.group))
+        self._replay_wait = PeerWait(peers, "did not come to the end of the step", "in the graph of", group=self.group)
+
+    def execute(self, slots: Slots, watch: Watch | None = None, tap: Tap | None = None) -> None:
+        """Run or capture the instructions on filled slots."""
+        super().execute(slots, watch, tap)
+        if self.transfers.is_captured:
+            self._captured_header: Tensor = self.transfers.received_header
+
+    def agree_on_capture(self, failure: RuntimeError | None) -> str:
+        """Compare between all ranks whether they have captured the step, and return why not."""
+        # The processes along the axes of a stage's collectives are in other pipelines, which do not meet here.
+        if failure is not None and (isinstance(failure, RankError) or self.lowered.is_collective):
+            raise failure
+        reason = "" if failure is None else str(failure)
+        try:
+            self._meeting.agree(f"the capture in step {self.step}", {"capture": reason or "done"})
+        except ValueError as error:
+            return reason or str(error)
+        return reason
+
+    def begin_replay(self) -> None:
+        """Queue the copy of this step's header into the memory that the graph sends."""
+        self.transfers.begin_replay(self.step, self.signature_number, self.key_number)
+        # A launch may wait too, for room in the queue of the device.
+        self.watchdog.wait = self._replay_wait
+
+    def end_replay(self) -> None:
+        """Wait until the replay is over, for as long as no rank is dead or late; then check what has come in."""
+        end_event = torch.accelerator.current_stream(self.transfers.device).record_event()
+        self.watchdog.wait_on_host(_ReplayWork(end_event), self._replay_wait)
+        self.watchdog.wait = None
+        self.transfers.check_header(self._captured_header)
+
+
+def refuse_uncapturable_messages(program: Program, group: ProcessGroup, device: torch.device) -> None:
+    """Raise ValueError for messages that the host sends, and for a program whose messages wait for one another."""
+    if not is_on_streams(group, device):
+        raise ValueError("graph=True needs a group that sends from the device, such as NCCL; this one sends by gloo.")
+    # A graph queues all messages before the first has arrived. Ranks send and receive in one order, that of all SENDs,
+    # so a program ends if it ends with one queue for all. One with SENDs of its own is put into that order by `build`.
+    if not any(op.kind == "SEND" for op in parts_of(program.ops)):
+        simulate(program, messages="nccl")
+
+
+class _ReplayWork:
+    """The event behind a replay, with the question that a wait of the watchdog asks."""
+
+    def __init__(self, end_event: torch.Event) -> None:
+        self.is_completed = end_event.query

@@ -1,0 +1,127 @@
+"""Ranks that capture their parts of a step as graphs: bits, orders, and errors, on the fake accelerator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fpipe
+from tests.fake_accelerator import COMPILER
+from tests.fake_accelerator.graph_scenarios import STEPS
+from tests.fake_accelerator.process_graph_scenarios import PROCESS_GRAPH_SCENARIOS, batches_on
+from tests.fake_accelerator.process_scenarios import mesh_of_two
+from tests.fake_accelerator.processes import processes_with_device
+from tests.fake_accelerator.scenarios import net_of, pipeline_of, schedules, squares
+from tests.processes import Processes
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler"),
+    pytest.mark.timeout(func_only=True),
+]
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes_with_device(request, tmp_path_factory, 2) as workers:
+        yield workers
+
+
+def run_scenario(rank: int, name: str) -> list[str]:
+    return PROCESS_GRAPH_SCENARIOS[name](rank)
+
+
+@pytest.mark.parametrize("name", PROCESS_GRAPH_SCENARIOS)
+def test_replays_have_the_bits_of_autograd(pair: Processes, name: str):
+    assert pair.run(run_scenario, name) == [[], []]
+
+
+def build_graph(rank: int, **options: Any) -> tuple[fpipe.Step, Any, list[Any]]:
+    device = torch.device("fake", rank)
+    model, params, _ = fpipe.from_sequential(net_of(2).to(device), stages=2, loss=squares)
+    program, batches = pipeline_of(schedules.gpipe(2))(fpipe.program(model)), batches_on(device)
+    arguments: Any = {"mesh": mesh_of_two(), "example": (params, batches[0]), "graph": True, "audit": "never"}
+    step = fpipe.build(program, model, runtime="distributed", **arguments, **options)
+    return step, fpipe.local_params(program, params, rank), batches
+
+
+def wait_for_rank_that_hangs(rank: int) -> str:
+    """Let rank 1 come late to a replay, when rank 0 has given it up."""
+    step, params, batches = build_graph(rank, timeout=1.0, check_batch="never")
+    for batch in batches:
+        step(params, batch)
+    if rank == 1:
+        time.sleep(3)
+    with pytest.raises(fpipe.RankError) as caught:
+        step(params, batches[0])
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_to_a_replay_is_named(pair: Processes):
+    for message in pair.run(wait_for_rank_that_hangs):
+        assert "rank 1 did not come to the end of the step in time" in message
+        assert f"last seen after step {STEPS}" in message
+
+
+def refuse_capture(rank: int) -> list[str]:
+    """Let the driver of rank 1 refuse every capture: both ranks go on without graphs, and say why."""
+    module: Any = torch.get_device_module("fake")
+    graph_class = module.Graph
+
+    class NoGraph(graph_class):
+        def capture_begin(self, *arguments: Any, **options: Any) -> None:
+            raise RuntimeError("this driver captures nothing")
+
+    if rank == 1:
+        module.Graph = NoGraph
+    try:
+        step, params, batches = build_graph(rank)
+        with pytest.warns(UserWarning, match="runs without a graph, .*this driver captures nothing") as warned:
+            _ = [step(params, batch) for batch in batches]
+    finally:
+        module.Graph = graph_class
+    return [str(warning.message) for warning in warned]
+
+
+def test_a_rank_that_cannot_capture_lets_all_run_plainly(pair: Processes):
+    assert [len(messages) for messages in pair.run(refuse_capture)] == [1, 1]
+
+
+def move_donated_params(rank: int) -> str:
+    device = torch.device("fake", rank)
+    model, params, _ = fpipe.from_sequential(net_of(2).to(device), stages=2, loss=squares)
+    pipeline = fpipe.chain(pipeline_of(schedules.gpipe(2)), fpipe.update("SGD"))
+    program, batches = pipeline(fpipe.program(model)), batches_on(device)
+    options: Any = {"mesh": mesh_of_two(), "example": (params, batches[0]), "graph": True, "donate": True}
+    step = fpipe.build(program, model, runtime="distributed", audit="never", **options)
+    params = fpipe.local_params(program, params, rank)
+    opt = fpipe.optimizer_state(program, params)
+    for batch in batches:
+        result = step(params, batch, opt=opt, lr=0.1)
+        params, opt = result.params, result.opt
+    if rank == 0:
+        params = fpipe.tree.tree_map(lambda leaf: leaf if leaf is None else leaf.clone(), params)
+    with pytest.raises((ValueError, fpipe.RankError)) as caught:
+        step(params, batches[0], opt=opt, lr=0.1)
+    return str(caught.value)
+
+
+def test_donated_parameters_stay_where_they_were_captured(pair: Processes):
+    for message in pair.run(move_donated_params):
+        assert "reads donated tensors and constants where they were captured" in message
+
+
+def send_by_gloo(rank: int) -> str:
+    model, params, _ = fpipe.from_sequential(net_of(2), stages=2, loss=squares)
+    program, batches = pipeline_of(schedules.gpipe(2))(fpipe.program(model)), batches_on(torch.device("cpu"))
+    with pytest.raises(ValueError, match="this one sends by gloo") as caught:
+        fpipe.build(program, model, runtime="distributed", example=(params, batches[0]), graph=True)
+    return str(caught.value)
+
+
+def test_messages_of_gloo_are_refused(pair: Processes):
+    for message in pair.run(send_by_gloo):
+        assert "graph=True needs a group that sends from the device" in message
