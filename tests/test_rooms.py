@@ -64,8 +64,8 @@ measuring <- root meaning/purity meaning/optimizers transforms timing meaning/si
 planning <- root transforms timing schedules finding measuring
 pictures <- root timing planning
 testing <- root transforms timing schedules meaning verification pictures
-cli <- root transforms timing schedules meaning verification finding models/parameters interop oracle models runtimes
-    measuring planning pictures
+cli <- root transforms timing schedules meaning/optimizers meaning verification finding models/parameters interop oracle
+    models runtimes measuring planning pictures
 """
 ROOMS = {
     name: {*allowed.split()}

@@ -1,4 +1,4 @@
-"""Run schedules on this machine, and compare simulated with measured times."""
+"""Race schedules on this machine, simulated and measured, or runtimes against each other."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from fpipe.cli.measure import Measurement, Workload
 
 Runtime = Literal["threads", "distributed"]
+Device = Literal["cpu", "cuda"]
+RIVALS = ("eager", "compile", "torch", "fsdp2")
+NETS = ("gpt", "gpt-wide", "llama", "mlp", "moe")
 
 
 def _picture(text: str) -> Path:
@@ -27,8 +30,20 @@ def _picture(text: str) -> Path:
     return Path(text)
 
 
+def _list_parser(choices: tuple[str, ...]) -> Callable[[str], str]:
+    """Return a parser that refuses unknown names in a list with commas."""
+
+    def check_names(text: str) -> str:
+        for name in text.split(","):
+            if name not in choices:
+                raise ValueError(f"{name!r} is none of {', '.join(choices)}.")
+        return text
+
+    return check_names
+
+
 Names = Annotated[
-    list[str],
+    list[str] | None,
     options.parsed_by(options.schedule_name, metavar="NAME...", help="Schedules, with options behind a colon."),
 ]
 Ranks = Annotated[
@@ -47,11 +62,29 @@ Picture = Annotated[
         help="Draw simulated and measured on one time axis: .svg, .png, .pdf, .html, or .json for ui.perfetto.dev.",
     ),
 ]
+Against = Annotated[
+    str | None,
+    options.parsed_by(
+        _list_parser(RIVALS), "--against", metavar="LIST", help=f"Race runtimes, of {','.join(RIVALS)}, with fpipe."
+    ),
+]
+OfNets = Annotated[
+    str | None,
+    options.parsed_by(_list_parser(NETS), "--nets", metavar="LIST", help=f"Nets of that race, of {','.join(NETS)}."),
+]
+OfDevice = Annotated[Device, typer.Option(help="Of that race.")]
+Quick = Annotated[bool, typer.Option("--quick", help="That race on small nets.")]
+Budget = Annotated[
+    float | None,
+    typer.Option(min=1, help="Seconds that it may take, by default an hour, or 110 with --quick; rows left say so."),
+]
+Html = Annotated[Path | None, typer.Option(help="Write its table, with hardware, versions and date.")]
+Json = Annotated[Path | None, typer.Option(help="Write its rows too, each as soon as it is measured.")]
 
 
 def bench(
     typed: typer.Context,
-    schedules: Names,
+    schedules: Names = None,
     ranks: Ranks = None,
     microbatches: options.Microbatches = 8,
     runtime: OfRuntime = "threads",
@@ -60,8 +93,15 @@ def bench(
     width: Width = 512,
     rows: Rows = 128,
     file: Picture = None,
+    against: Against = None,
+    nets: OfNets = None,
+    device: OfDevice = "cpu",
+    quick: Quick = False,
+    budget: Budget = None,
+    html: Html = None,
+    json: Json = None,
 ) -> None:
-    """Profile, simulate and run schedules here, and say how far apart.
+    """Profile, simulate and run schedules here, or race fpipe against other runtimes.
 
     Costs are those of 1F1B with as many stages, its ranks running together
     (fpipe.profile). A round runs each schedule once. A --model serves schedules
@@ -74,11 +114,32 @@ def bench(
     bubble     idle share, simulated and measured
     MiB        the most that a rank holds, told before and held
     \b
+    With --against, in turn with an eager loop over 8 microbatches, 4 stages on one device:
+    ms         the shortest step; of eager: as a share of the loop's between its rounds
+    MFU        share of the device's peak; kernels: their ms alone, and how many
+    us an op   until the call returns, for each F and B; MiB: reserved by the step
+    bits       gradients, or updated parameters, against the eager loop's
+    \b
     Examples:
       python -m fpipe bench one_f_one_b zb_h1 --ranks 2 --microbatches 4 --rounds 2 --width 64
       python -m fpipe bench gpipe interleaved --rounds 2 --width 64 --rows 8 --file both.svg
       torchrun --standalone --nproc-per-node 2 -m fpipe bench zbv --runtime distributed
+      python -m fpipe bench --against eager,torch --quick --nets mlp --rounds 2
+      python -m fpipe bench --device cuda --against eager,compile,torch,fsdp2 > race.txt
     """
+    for option in ("nets", "device", "quick", "budget", "html", "json"):
+        if against is None and options.is_typed(typed, option):
+            raise typer.BadParameter(f"--{option} is of a race of runtimes: add --against eager,torch.", ctx=typed)
+    if (schedules is None) == (against is None):
+        raise typer.BadParameter("name schedules to race, or say --against eager,torch to race runtimes.", ctx=typed)
+    if against is not None:
+        for option in ("ranks", "microbatches", "runtime", "model", "width", "rows", "file"):
+            if options.is_typed(typed, option):
+                raise typer.BadParameter(f"--{option} is of a race of schedules, without --against.", ctx=typed)
+        names = nets.split(",") if nets else NETS
+        _race_runtimes(against.split(","), names, device, quick, rounds, budget or (110 if quick else 3600), html, json)
+        return
+    assert schedules is not None
     if model is not None and any(options.is_typed(typed, option) for option in ("width", "rows")):
         raise typer.BadParameter("--width and --rows are of the layers that run without --model.", ctx=typed)
     if file is not None and not file.parent.is_dir():
@@ -168,3 +229,36 @@ def _print_table(rows: Sequence[Measurement]) -> None:
     for fast, slow in permutations(rows, 2):
         if fast.median.makespan * 1.05 < slow.median.makespan and fast.simulated.makespan > slow.simulated.makespan:
             print(f"{slow.name} was simulated to be shorter than {fast.name}, and took longer.")
+
+
+def _race_runtimes(
+    against: Sequence[str],
+    nets: Sequence[str],
+    device: Device,
+    is_quick: bool,
+    rounds: int,
+    budget: float,
+    html: Path | None,
+    json_file: Path | None,
+) -> None:
+    import torch
+
+    from fpipe.cli.race import Row, Setting, jobs_of, race
+    from fpipe.cli.race_report import as_text, write_html, write_json
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here; --device cpu --quick races small nets.")
+    jobs, rows = jobs_of(nets, against), list[Row]()
+    with progress("race") as bar:
+        for row in race(jobs, Setting(device, is_quick, rounds), budget):
+            rows.append(row)
+            bar(completed=len(rows), total=len(jobs))
+            # Written after each row, so that a run that is killed leaves what it has measured.
+            if json_file is not None:
+                write_json(json_file, rows)
+    print(as_text(rows))
+    if html is not None:
+        write_html(html, rows)
+    for file in (html, json_file):
+        if file is not None:
+            print(f"wrote {file}")
