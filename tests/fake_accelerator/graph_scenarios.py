@@ -239,6 +239,33 @@ def normed() -> list[str]:
     return reports + differing_bits(*map(leaves, pairs)) + count_mistakes(replayed, REPLAYS, 1)
 
 
+def constants_changed() -> list[str]:
+    """Change a number on the host and a tensor on the device, which a stage holds, between replays."""
+    factor, offset = torch.tensor(1.5), torch.zeros(WIDTH, device=DEVICE)
+    model = fpipe.from_functions([lambda p, x: x * p["w"] * factor + offset], squares)
+    params, batch, results = on_device(({"w": torch.full((WIDTH,), 0.5)},)), batches_of(1)[0], list[Any]()
+    step, changes = fpipe.build(GPIPE(fpipe.program(model)), model, graph=True, audit="never"), range(2 * STEPS)
+
+    def change(k: int) -> None:
+        if k % 4 == 0:
+            factor.fill_(1.5 + k // 4)
+        offset.fill_(k)
+
+    def run() -> None:
+        for k in changes:
+            change(k)
+            results.append(step(params, batch).grads)
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    expected = list[Any]()
+    for k in changes:
+        change(k)
+        expected.append(fpipe.reference(model, params, batch, microbatches=PARTS).grads)
+    # A step behind a change of the number runs without a graph, and the next one captures again.
+    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, 2 * STEPS - 4, 3)
+
+
 def scaled(donate: bool) -> list[str]:
     """Train under a loss scale that overflows in some steps, which change no parameter."""
     growth = {"growth_factor": 4.0, "growth_interval": 1}
@@ -347,6 +374,7 @@ GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "a graph with other parameters": new_params,
     "two graphs": two_signatures,
     "a graph with state": normed,
+    "a graph with constants that change": constants_changed,
     "a graph with a loss scale": partial(scaled, donate=False),
     "a graph with a loss scale, in place": partial(scaled, donate=True),
     "a graph of two steps": partial(two_steps, donate=False),

@@ -90,7 +90,7 @@ class StepGraph:
         if self._copied is None:
             all_copied = {*range(len(leaves))} - step.entrance.donated
             self._copied = all_copied if self._in_lockstep else {*step.entrance.new_each_step}
-        constants = step.entrance.constant_leaves()
+        constants = [*step.entrance.constant_leaves(), *step.host_tensors]
         addresses = [_address(leaf) for leaf in (*leaves, *constants)]
         previous, self._addresses = self._addresses or addresses, addresses
         moved = {index for index, pair in enumerate(zip(previous, addresses, strict=True)) if pair[0] != pair[1]}
@@ -224,8 +224,11 @@ def with_device_numbers(inputs: StepInputs, device: torch.device | None = None) 
         return torch.full((), leaf.item(), dtype=dtype or leaf.dtype, device=device)
 
     state, rates, scale = inputs.optim
+    # The results of a replay are on the device already: nothing is left to do for a state of many leaves.
+    if any(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in tree.leaves(state)):
+        state = tree.tree_map(move_number, state)
     rates = tree.tree_map(partial(move_number, dtype=torch.get_default_dtype()), rates)
-    return replace(inputs, optim=(tree.tree_map(move_number, state), rates, tree.tree_map(move_number, scale)))
+    return replace(inputs, optim=(state, rates, tree.tree_map(move_number, scale)))
 
 
 def _flat(leaf: Tensor) -> Tensor:

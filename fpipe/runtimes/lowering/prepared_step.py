@@ -100,6 +100,8 @@ class PreparedStep:
         self.next_audit = 0  # the number of the step that is audited next
         # 4. Graphs hold on to tensors of the model. A step refuses to run when a module has other ones since.
         graph_tensors = _graph_tensors(lowered, model)
+        # Kernels read a number on the host when they are queued: it may have changed since a step was captured.
+        self.host_tensors = [leaf for leaf in graph_tensors if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
         self.homes = [] if model.fingerprint is None else model.fingerprint.slots_of(graph_tensors)
         synchronize((*graph_tensors, *_constant_leaves(lowered)))
 
