@@ -145,7 +145,11 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (!tensor.defined()) return tensor;
     if (tensor.is_cpu()) {
       TORCH_CHECK(tensor.dim() == 0, "fake: `", name, "` is handed a tensor of a device, and one of the CPU");
-      return captures().empty() ? tensor : tensor.clone();  // a replay has the number of now
+      if (captures().empty()) return tensor;
+      auto copy = tensor.clone();  // a replay has the number of now
+      // A number of Python is computed with in the dtype of the tensors, and not in double.
+      copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      return copy;
     }
     if (device && tensor.device() != *device) {
       Locked lock(checker().lock);
