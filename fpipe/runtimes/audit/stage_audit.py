@@ -24,6 +24,7 @@ from fpipe.meaning.meaning import RULES, sum_gradients
 from fpipe.meaning.purity.ambient import autocast_settings
 from fpipe.meaning.purity.attributes import AttributeSnapshot, CallCounter, modules_of
 from fpipe.meaning.purity.fingerprint import StepChanged
+from fpipe.meaning.purity.write_guard import is_strided, storage_span
 from fpipe.meaning.step import StepInputs
 from fpipe.positional_stage import net_stage_of
 from fpipe.program import Op, Value
@@ -34,6 +35,7 @@ from fpipe.verification.report import Close, largest_difference, to_dense
 
 # Values that no op writes in place, so that an audit need not copy them.
 _NEVER_OVERWRITTEN = frozenset(("x", "inputs", "t", "target", "y", "again", "carry", "dx", "dcarry", "loss", "count"))
+_ALIGNMENT = 64
 _close = Close()
 
 
@@ -282,4 +284,13 @@ def _copy_if_overwritten(value: Value, leaves: Sequence[Any]) -> Leaves:
 
 
 def _copy_leaf(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    """Copy a tensor with its strides and its alignment, by which kernels choose the order of their sums."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach()
+    if not is_strided(leaf) or leaf.is_conj() or leaf.is_neg():
+        return leaf.clone()
+    span, start = storage_span(leaf.shape, leaf.stride()), leaf.data_ptr() % _ALIGNMENT // leaf.itemsize
+    memory = leaf.new_empty(start + span)
+    memory[start:] = leaf.as_strided((span,), (1,))
+    return memory.as_strided(leaf.shape, leaf.stride(), start)
