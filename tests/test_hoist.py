@@ -171,6 +171,16 @@ def test_a_tensor_larger_than_its_sources_is_computed_in_each_op():
     assert peaks[0] == peaks[1]
 
 
+def test_an_audit_reads_parameters_with_their_strides():
+    """An audit copied what a HOIST read: a dense copy of a weight with gaps, for which addmm rounds otherwise."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        params = (torch.randn(8, 8)[::2, ::2], torch.randn(8)[::2])
+        model = fpipe.from_functions([lambda params, x: nn.functional.linear(x, *params)], loss=MSE)
+        step = fpipe.build(fpipe.program(model), model, audit="always")
+        assert step((params,), (torch.randn(1, 4), torch.randn(1, 4))).loss > 0
+
+
 def test_a_check_of_a_parameter_still_raises():
     def stage(params: Tensor, x: Tensor) -> Tensor:
         torch._assert_async((params > 0).all())

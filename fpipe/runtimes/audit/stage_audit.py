@@ -113,6 +113,8 @@ class StageAudit:
             if (value := self.value_by_slot[slot]) in reads:
                 value_leaves = [leaves[position] for position in positions]
                 self.read_leaves[value] = [*map(_copy_leaf, value_leaves)] if is_donated else value_leaves
+        # Parameters that an op of the step writes. A copy of the caller's could have other strides, and so other bits.
+        self.written_params = {value for value in reads if value.name == "params"} - self.read_leaves.keys()
         self.written_leaves: dict[Value, Leaves] = {}
         self.ops_that_ran = set[Op]()
 
@@ -121,14 +123,16 @@ class StageAudit:
         return partial(self._record, self.instructions[op], run) if op in self.instructions else run
 
     def _record(self, instruction: Instruction, run: Callable[..., Any], *operands: Any) -> Any:
+        written_params = dict[Value, Leaves]()
         for slot, leaves in zip(instruction.reads, operands, strict=True):
             name = self.value_by_slot[slot]
-            if isinstance(name, Value) and name.name not in ("res", "wres", "const", "hoisted"):
-                self.read_leaves[name] = [*leaves] if name.name == "params" else _copy_if_overwritten(name, leaves)
+            if name in self.written_params:
+                written_params[name] = [*leaves]
+            elif isinstance(name, Value) and name.name not in ("res", "wres", "const", "hoisted", "params"):
+                self.read_leaves[name] = _copy_if_overwritten(name, leaves)
         results = run(*operands)
         # Parameters may be in flight until `run` has waited for them, and be updated in place later.
-        names = {self.value_by_slot[slot] for slot in instruction.reads}
-        self.read_leaves |= {name: [*map(_copy_leaf, self.read_leaves[name])] for name in names if name[0] == "params"}
+        self.read_leaves |= {name: [*map(_copy_leaf, leaves)] for name, leaves in written_params.items()}
         self.ops_that_ran.add(instruction.ops[0])
         for value, leaves in zip(instruction.written_values, results, strict=True):
             if value.name not in ("res", "wres", "hoisted"):
