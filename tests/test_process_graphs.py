@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fpipe
 from tests.fake_accelerator import COMPILER
@@ -15,7 +17,7 @@ from tests.fake_accelerator.graph_scenarios import STEPS
 from tests.fake_accelerator.process_graph_scenarios import PROCESS_GRAPH_SCENARIOS, batches_on
 from tests.fake_accelerator.process_scenarios import mesh_of_two
 from tests.fake_accelerator.processes import processes_with_device
-from tests.fake_accelerator.scenarios import net_of, pipeline_of, schedules, squares
+from tests.fake_accelerator.scenarios import PARTS, WIDTH, net_of, pipeline_of, schedules, squares
 from tests.processes import Processes
 
 pytestmark = [
@@ -64,6 +66,29 @@ def test_a_rank_that_does_not_come_to_a_replay_is_named(pair: Processes):
     for message in pair.run(wait_for_rank_that_hangs):
         assert "rank 1 did not come to the end of the step in time" in message
         assert f"last seen after step {STEPS}" in message
+
+
+def pass_different_keys(rank: int) -> str:
+    """Draw by one key in all steps but the last, in which the ranks have different ones."""
+    device = torch.device("fake", rank)
+    model = fpipe.from_functions([lambda p, x: F.dropout(x * p["w"], 0.3)] * 2, squares)
+    params = tuple({"w": torch.full((WIDTH,), 2.0, device=device)} for _ in range(2))
+    program, batches = pipeline_of(schedules.gpipe(2))(fpipe.program(model)), batches_on(device)
+    options: Any = {"mesh": mesh_of_two(), "example": (params, batches[0]), "graph": True, "audit": "never"}
+    step = fpipe.build(program, model, runtime="distributed", **options)
+    local_params, results, expected = fpipe.local_params(program, params, rank), list[Any](), list[Any]()
+    for key, batch in enumerate(batches):
+        results.append(step(local_params, batch, key=key).grads[rank]["w"])
+        expected.append(fpipe.reference(model, params, batch, microbatches=PARTS, key=key).grads[rank]["w"])
+    assert all(map(torch.equal, results, expected))
+    with pytest.raises(fpipe.RankError) as caught:
+        step(local_params, batches[0], key=100 + rank)
+    return str(caught.value)
+
+
+def test_headers_of_replays_have_the_key_of_the_step(pair: Processes):
+    for message in pair.run(pass_different_keys):
+        assert re.search("has key 10[01] in this step and rank [01] has key 10[01]", message)
 
 
 def refuse_capture(rank: int) -> list[str]:
