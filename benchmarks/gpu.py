@@ -1,6 +1,6 @@
 """Measure on one GPU what fpipe promises there, the most important rows first, and compare it with the goals.
 
-    python benchmarks/gpu.py [--budget 450] [--json gpu.json] [--device cpu --quick]
+    PYTHONPATH=. python benchmarks/gpu.py [--budget 450] [--json gpu.json] [--device cpu --quick]
 
 Rows are those of `python -m fpipe bench --against eager,compile,torch,fsdp2`, in another order: first the two GPTs, one
 of which launches kernels for most of a step and one computes, then FSDP2, then the other nets. The file has each row as
@@ -126,12 +126,11 @@ def print_goals(rows: list[Row], setting: Setting) -> None:
 
         try:
             figure = goal.figure(find)
+            verdict = "" if goal.bound == "-" else "met" if goal.is_met(figure) else "MISSED"
+            cells.append((goal.name, title, goal.bound, verdict, f"{figure:.3g}"))
         # A row without this number, or no row at all.
         except (TypeError, StopIteration):
             cells.append((goal.name, title, goal.bound, "", "not measured"))
-        else:
-            verdict = "" if goal.bound == "-" else "met" if goal.is_met(figure) else "MISSED"
-            cells.append((goal.name, title, goal.bound, verdict, f"{figure:.3g}"))
     print("\n".join(align_columns(cells, [True, True, False, True, False])))
 
 

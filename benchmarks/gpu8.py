@@ -9,6 +9,7 @@ have two replicas; FSDP2 and fpipe's shards both gather once a step.
 
 import argparse
 import os
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,14 @@ def main() -> None:
     rows = []
     for job in [Job(net, racer, has_update=False) for net in options.nets for racer in racers]:
         try:
-            rows.append(measure_on_ranks(job, setting))
+            row = measure_on_ranks(job, setting)
         # Every rank refuses the same, such as more ranks than blocks; an error of one rank alone ends torchrun.
         except ValueError as error:
-            rows.append(setting.empty_row(job, first_line(error)))
+            row = setting.empty_row(job, first_line(error))
+        rows.append(replace(row, racer=row.racer.partition(",")[0]))
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, two replicas (this script has never run on 8 GPUs)")
-        print(as_text(rows).replace(", 2 ranks", ""))
+        print(as_text(rows))
     dist.destroy_process_group()
 
 

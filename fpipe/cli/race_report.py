@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from html import escape
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 
@@ -24,11 +24,19 @@ def describe(rows: Sequence[Row]) -> dict[str, str]:
     """Return hardware, versions and the date of a race."""
     return {
         "hardware": " and ".join(dict.fromkeys(row.device for row in rows if row.device)),
-        "fpipe": version("fpipe"),
+        "fpipe": _version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _version() -> str:
+    # A GPU's machine often has a checkout on its path, and no installed package.
+    try:
+        return version("fpipe")
+    except PackageNotFoundError:
+        return "from a checkout"
 
 
 def as_text(rows: Sequence[Row]) -> str:
@@ -37,11 +45,11 @@ def as_text(rows: Sequence[Row]) -> str:
     lines = [f"{facts['hardware']}; fpipe {facts['fpipe']}, torch {facts['torch']}, {facts['date']}"]
     for net, net_rows in groupby(rows, lambda row: row.net):
         measured: list[tuple[str, ...]] = []
-        reasons: list[str] = []
+        names_by_reason: dict[str, list[str]] = {}
         for row in net_rows:
             name = f"{row.racer}, AdamW" if row.has_update else row.racer
             if row.reason:
-                reasons.append(f"{name}: {row.reason}")
+                names_by_reason.setdefault(row.reason, []).append(name)
             else:
                 measured.append((name, *_cells(row)))
         lines += ["", net]
@@ -50,7 +58,7 @@ def as_text(rows: Sequence[Row]) -> str:
             columns = [cells for cells in zip(COLUMNS, *measured, strict=True) if {*cells[1:]} != {"-"}]
             is_left = [cells[0] in ("runtime", "bits") for cells in columns]
             lines += align_columns([*zip(*columns, strict=True)], is_left)
-        lines += reasons
+        lines += [f"{'; '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
     return "\n".join(lines)
 
 
