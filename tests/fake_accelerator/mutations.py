@@ -24,7 +24,13 @@ OF_PROCESSES = (*WAITS, "wait", "wait_for", "wait_on")
 OF_GRAPHS = (*WAITS, "register_generator_state", "seed", "copy_")
 RESULTS = "lowering/slots.py"
 """The file that clones the results of a graph."""
-UNSEEN = ("CombinedWork.wait", "ExchangeLane._wait_for_launched", "Replicas._free_finished", "run_audited")
+UNSEEN = (
+    "CombinedWork.wait",
+    "ExchangeLane._wait_for_launched",
+    "Replicas._free_finished",
+    "Voters.vote",
+    "run_audited",
+)
 """Functions that wait for what gloo carries alone, for a loss behind an exchange, for memory or for a clock."""
 ROOT = Path(fpipe.__file__).parent
 
