@@ -544,13 +544,15 @@ def test_checkpointed_nets_pass_the_audit_after_their_parameters_change(cut: Cal
     trainer(4)
 
 
-def test_weights_are_copied_for_an_audit_in_their_layout():
+def test_donated_weights_are_copied_for_an_audit_in_their_layout():
     """A copy without gaps is added up in another order: right steps were accused of an error of one unit."""
     torch.manual_seed(0)
     spread = [(torch.randn(4, 4, 2), torch.randn(4, 2)) for _ in range(10)]
     params = tuple({"w": weight[..., 0], "b": bias[..., 0]} for weight, bias in spread)
     model = fpipe.from_functions([lambda p, x: F.linear(x, p["w"], p["b"])] * 10, loss=F.mse_loss)
-    program = fpipe.chain(fpipe.split(1), fpipe.schedules.gpipe(1), fpipe.merge())(fpipe.program(model))
-    step = fpipe.build(program, model, audit="always")
+    pipeline = fpipe.chain(fpipe.split(1), fpipe.schedules.gpipe(1), fpipe.merge(), fpipe.update("SGD", lr=0.01))
+    program = pipeline(fpipe.program(model))
+    step, opt = fpipe.build(program, model, audit="always", donate=True), fpipe.optimizer_state(program, params)
     for _ in range(20):
-        step(params, (torch.randn(1, 4), torch.randn(1, 4)))
+        result = step(params, (torch.randn(1, 4), torch.randn(1, 4)), opt=opt)
+        params, opt = result.params, result.opt
