@@ -440,7 +440,7 @@ fpipe.Style(colours={'G': '#2a66be'})
 fpipe.Style(ranks='ab')
     ValueError: ranks= lists a name for each rank; found 'ab'
 fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(ranks=['a']))
-    ValueError: a name for each of 3 ranks; found 1
+    ValueError: ranks= lists 3 names, one a rank; found 1
 fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(window=(18, 20)))
     ValueError: window= starts at 18, when all is done: the end is 18
 fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(width_mm=20))
@@ -465,7 +465,7 @@ fpipe.plot(GPIPE, file='none/a.svg')
 fpipe.plot('1F1B')
     TypeError: plot draws a Program or a Timeline; found str
 fpipe.plot(GPIPE, GPIPE, names=['one'])
-    ValueError: a name for each of 2 schedules; found 1
+    ValueError: names= lists 2 names, one a schedule; found 1
 fpipe.plot(fpipe.simulate(GPIPE), costs=SLOW)
     ValueError: a Timeline has its times already
 fpipe.plot(GPIPE, width=3)
