@@ -143,3 +143,21 @@ def error_of(rank: int, name: str) -> str:
 @pytest.mark.parametrize("name", REFUSED_STEPS)
 def test_a_step_refuses(processes: Processes, name: str):
     assert processes.run(error_of, name) == [REFUSED_STEPS[name][1]]
+
+
+def profile_replays(rank: int) -> list[int]:
+    """Count the ranges of an op and of graphs in five steps; the first two run op by op."""
+    model = fpipe.from_functions([scale], squares)
+    step = fpipe.build(GPIPE(fpipe.program(model)), model, graph=True, audit="never")
+    params = ({"w": on_device(torch.ones(WIDTH))},)
+    with torch.profiler.profile() as profile:
+        for batch in batches_of(5):
+            step(params, batch)
+    names = [event.name for event in profile.events() or ()]
+    return [names.count("fpipe 0F0"), names.count("fpipe graph")]
+
+
+@needs_compiler
+def test_a_replay_is_a_range_to_profilers(processes: Processes):
+    # The definition, two steps without a graph and the capture run the op; the third step and later ones replay it.
+    assert processes.run(profile_replays) == [[4, 3]]

@@ -172,7 +172,7 @@ def test_a_tensor_larger_than_its_sources_is_computed_in_each_op():
 
 
 def test_an_audit_reads_parameters_with_their_strides():
-    """An audit copied what a HOIST read: a dense copy of a weight with gaps, for which addmm rounds otherwise."""
+    """An audit copied a weight with gaps to dense memory, for which addmm rounds otherwise."""
     for seed in range(8):
         torch.manual_seed(seed)
         params = (torch.randn(8, 8)[::2, ::2], torch.randn(8)[::2])

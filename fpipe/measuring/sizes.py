@@ -11,6 +11,7 @@ import torch
 
 from fpipe.graphs.language.graph import Fact
 from fpipe.limits import check_whole_number
+from fpipe.meaning.devices import BATCH
 from fpipe.meaning.inputs_and_results import check_match
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
@@ -49,6 +50,8 @@ class Sizes:
         wire_bytes: for each value the bytes of its message.
         in_flight: for each rank the most bytes of messages next to these, with runtime="distributed" over gloo:
             receives that it has posted ahead, and sends that nobody has acknowledged yet.
+        graph: for each rank the bytes that a graph of `build(graph=True)` holds between steps, where parameters and
+            optimizer state are read in place: the memory of the peak, and the copies of the batch.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x @ p, lambda p, x: x * p], torch.nn.functional.mse_loss)
@@ -64,6 +67,7 @@ class Sizes:
     hoisted: Mapping[_Cell, Sequence[Value]] = field(default_factory=dict[_Cell, Sequence[Value]], repr=False)
     wire_bytes: Mapping[Value, int] = field(default_factory=dict[Value, int], repr=False)
     in_flight: tuple[int, ...] = ()
+    graph: tuple[int, ...] = ()
 
     def storages(self, value: Value) -> Storages:
         """Return the storages of a value, with the bytes of each; storages of params and batch do not count.
@@ -190,7 +194,12 @@ def sizes(
     messages = messages_of(transferred) if receipts else ()
     bytes_by_message = {message.number: message_bytes[message.value] for message in messages}
     in_flight = tuple(peak_bytes_in_flight(transferred, bytes_by_message)) if receipts else ()
-    return Sizes(byte_sizes, tuple(memory_account.peak), local_storages, hoisted, wire, in_flight)
+    # 4. A graph keeps the memory of its peak, and has a copy of the batch on each rank that reads it.
+    graph = [*memory_account.peak]
+    for program_input in transferred.inputs:
+        for home in program_input.homes if program_input.value.name in BATCH else ():
+            graph[home] += wire[program_input.value]
+    return Sizes(byte_sizes, tuple(memory_account.peak), local_storages, hoisted, wire, in_flight, tuple(graph))
 
 
 def _without_unread_leaves(program: Program, lowered: PreparedStep) -> Mapping[Value, AbstractTree]:

@@ -266,6 +266,35 @@ def constants_changed() -> list[str]:
     return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, 2 * STEPS - 4, 3)
 
 
+def with_aux() -> list[str]:
+    """Return metrics, a loss of a stage, and the gradients of the inputs."""
+
+    def weighed(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * p["w"], (p["w"] * x).square().mean()
+
+    def judged(y: Tensor, target: Tensor) -> tuple[Tensor, Any]:
+        return squares(y, target), {"worst": (y - target).abs().amax(1)}
+
+    stages = [lambda p, x: x * p["w"], weighed, lambda p, x: x + p["w"]]
+    model = fpipe.from_functions(stages, judged, aux=True, aux_losses=[1])
+    params = on_device(tuple({"w": torch.full((WIDTH,), factor)} for factor in (0.5, 2.0, 1.0)))
+    program, batches = GPIPE(fpipe.program(model, input_grads=True)), batches_of()
+    step, results = fpipe.build(program, model, graph=True, audit="never"), list[Any]()
+
+    def run() -> None:
+        for batch in batches:
+            results.append(step(params, batch))
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    plain_step = fpipe.build(program, model, trace=False)
+    expected = [plain_step(params, batch) for batch in batches]
+    pairs = [
+        [(result.loss, result.grads, result.aux, result.input_grads) for result in side] for side in (results, expected)
+    ]
+    return reports + differing_bits(*map(leaves, pairs)) + count_mistakes(replayed, REPLAYS, 1)
+
+
 def scaled(donate: bool) -> list[str]:
     """Train under a loss scale that overflows in some steps, which change no parameter."""
     growth = {"growth_factor": 4.0, "growth_interval": 1}
@@ -374,6 +403,7 @@ GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "a graph with other parameters": new_params,
     "two graphs": two_signatures,
     "a graph with state": normed,
+    "a graph with metrics and gradients of inputs": with_aux,
     "a graph with constants that change": constants_changed,
     "a graph with a loss scale": partial(scaled, donate=False),
     "a graph with a loss scale, in place": partial(scaled, donate=True),

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import raw_ops
@@ -38,7 +40,7 @@ from fpipe.runtimes.lowering.instructions import InstructionGenerators
 from fpipe.runtimes.lowering.lane import See
 from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.rank_part import Slots, Tap
-from fpipe.torch_internals import version_of
+from fpipe.torch_internals import is_profiled, version_of
 
 WARM_UPS = 2
 """Steps on the stream of graphs before a capture: at their first call libraries load kernels and make workspaces."""
@@ -158,7 +160,9 @@ class StepGraph:
             for static_leaf, leaf in zip(recording.leaves, leaves, strict=True):
                 if isinstance(leaf, Tensor) and static_leaf.data_ptr() != leaf.data_ptr():
                     _flat(static_leaf).copy_(_flat(leaf))
-            recording.graph.replay()
+            # The ops of a replay have no ranges of their own, since it runs no Python.
+            with record_function("fpipe graph") if is_profiled() else nullcontext():
+                recording.graph.replay()
             step.end_replay()
         return recording.slots
 

@@ -92,9 +92,9 @@ def _why_uncapturable(node: Node, graph: Graph) -> str | None:
     if node.op is torch.ops.aten._linalg_check_errors.default:
         return "reads on the host whether a matrix is regular; call torch.linalg's .._ex function"
     if node.op in (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
-        # One number is written by masked_fill; for several, the positions where a mask is true are listed.
+        # One number of the host is written by masked_fill. For others, the positions where a mask is true are listed.
         indices, values = node.args[1:3]
         masks = [index for index in indices if index in facts and facts[index].aval.dtype in (torch.bool, torch.uint8)]
-        if masks and facts[values].aval.shape:
+        if masks and (facts[values].aval.shape or facts[values].aval.device.type != "cpu"):
             return "counts where a mask is true; take torch.where"
     return None
