@@ -137,10 +137,17 @@ def drawn(pipeline: fpipe.Transform) -> list[str]:
     return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, REPLAYS, 1)
 
 
-def updated(rule: str, donate: bool = False, moves: bool = False, **settings: Any) -> list[str]:
+def turn_weights(net: nn.Module) -> nn.Module:
+    """Lay each matrix out by columns, as an einsum's gradient is not."""
+    for param in net.parameters():
+        param.data = param.data.t().contiguous().t() if param.dim() == 2 else param.data
+    return net
+
+
+def updated(rule: str, donate: bool = False, moves: bool = False, turned: bool = False, **settings: Any) -> list[str]:
     """Train by a rule, with a learning rate that falls; `moves` hands in copies of the parameters once."""
     clip = settings.pop("clip", None)
-    net, twin = on_device(net_of(2)), on_device(net_of(2))
+    net, twin = ((turn_weights(net) if turned else net) for net in (on_device(net_of(2)), on_device(net_of(2))))
     pipeline = fpipe.chain(GPIPE, fpipe.update(rule, clip=clip, **settings))
     model, program, params = cut(net, pipeline)
     step, batches = fpipe.build(program, model, graph=True, audit="never", donate=donate), batches_of()
@@ -396,6 +403,8 @@ GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     ),
     "a graph that draws twice": partial(drawn, pipeline_of(fpipe.checkpoint(), fpipe.schedules.gpipe(1))),
     "a graph that updates": partial(updated, "AdamW", clip=1.0, weight_decay=0.1),
+    "a graph that updates turned weights": partial(updated, "AdamW", turned=True, clip=1.0),
+    "a graph that updates turned weights in place": partial(updated, "Adam", donate=True, turned=True),
     "a graph that updates in place": partial(updated, "AdamW", donate=True, clip=1.0),
     "a graph of SGD": partial(updated, "SGD", donate=True, momentum=0.9),
     "a graph with copied parameters": partial(updated, "Adamax", moves=True),

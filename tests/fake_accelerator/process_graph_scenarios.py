@@ -126,6 +126,33 @@ def replicated(rank: int, transform: fpipe.Transform) -> list[str]:
     return reports + differing_bits(*pairs) + count_mistakes(replayed, REPLAYS, 1)
 
 
+def exchanged(rank: int) -> list[str]:
+    """Exchange rows between the layers of one rank in two processes, inside of their graphs."""
+    torch.manual_seed(rank)
+    weights = [torch.randn(WIDTH, WIDTH) for _ in range(2)]
+    rows = batch_of()
+    stages = [_layer, fpipe.exchange("all_to_all", axis="ep"), _layer]
+    model = fpipe.from_functions(stages, loss=squares)
+    program = pipeline_of(fpipe.place([0, 0, 0]), schedules.one_f_one_b_overlap(1))(fpipe.program(model))
+
+    def grads_on(device: torch.device, **options: Any) -> list[Any]:
+        params = ({"w": weights[0].to(device)}, {}, {"w": weights[1].to(device)})
+        batches = [tuple(tensor.to(device) * (k + 1) for tensor in rows) for k in range(STEPS)]
+        options |= {"mesh": mesh_of_two("ep"), "example": (params, batches[0]), "audit": "never"}
+        step = fpipe.build(program, model, runtime="distributed", **options)
+        return [step(params, batch).grads for batch in batches]
+
+    results = list[Any]()
+    with counted_replays() as replayed:
+        reports = reports_of(lambda: results.extend(grads_on(torch.device("fake", rank), graph=True)))
+    plain_results = grads_on(torch.device("cpu"))
+    return reports + differing_bits(leaves(results), leaves(plain_results)) + count_mistakes(replayed, REPLAYS, 1)
+
+
+def _layer(params: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["w"])
+
+
 def _biased(params: Any, x: Tensor) -> Tensor:
     return torch.tanh(x @ params["w"] + params["b"].sum(0))
 
@@ -135,6 +162,7 @@ PROCESS_GRAPH_SCENARIOS: dict[str, Callable[[int], list[str]]] = {
     "graphs next to audits": partial(captured, pipeline=pipeline_of(schedules.zb_h1(2)), audit="first"),
     "graphs of interleaved 1F1B": partial(captured, pipeline=pipeline_of(schedules.interleaved(2)), stages=4),
     "graphs that update in place": updated,
+    "graphs with exchanges": exchanged,
     "graphs of replicas": partial(replicated, transform=fpipe.data_parallel()),
     "graphs of shards": partial(replicated, transform=fpipe.shard(gather="use", scatter="microbatch")),
 }
