@@ -46,7 +46,7 @@ models/cutting <- root meaning/purity timing torch_private graphs/language graph
 runtimes/lowering <- root meaning/purity meaning/optimizers meaning/single_device meaning torch_private
     graphs/language graphs/tracing graphs/compiling
 runtimes/faults <- root meaning/purity torch_private graphs/language runtimes/lowering
-runtimes/capture <- root meaning/purity meaning/optimizers meaning/single_device meaning graphs/language
+runtimes/capture <- root meaning/purity meaning/optimizers meaning/single_device meaning torch_private graphs/language
     runtimes/lowering
 runtimes/audit <- root meaning/purity meaning/single_device meaning verification torch_private graphs/language
     runtimes/lowering

@@ -1,6 +1,7 @@
 """Private parts of torch that fpipe uses: each message says what breaks without them."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from fpipe.torch_internals import (
     selective_checkpoint_answers,
     storage_of,
 )
+from fpipe.torch_private import cuda
 from fpipe.torch_private.dispatch import (
     NAMESPACES,
     as_functional,
@@ -249,3 +251,18 @@ def test_modes_and_hooks_around_a_call_are_seen():
     transforms = []
     torch.func.vmap(lambda x: transforms.append(internals.function_transform()) or x)(torch.ones(2))
     assert transforms == ["vmap"], "torch.func around a step is not seen, and its gradients would be zeros"
+
+
+def test_captures_free_workspaces_and_end_their_allocation(monkeypatch: pytest.MonkeyPatch):
+    calls = list[str]()
+
+    def end(*arguments: Any) -> None:
+        calls.append("end")
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    names = {"_cuda_clearCublasWorkspaces": lambda: calls.append("clear"), "_cuda_endAllocateToPool": end}
+    monkeypatch.setattr(cuda, "_C", SimpleNamespace(**names))
+    for device in (torch.device("cpu"), torch.device("cuda:0")):
+        cuda.clear_workspaces(device)
+        cuda.end_allocation(device, (0, 1))
+    assert calls == ["clear", "end"]

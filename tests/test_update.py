@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import weakref
 from fnmatch import fnmatch
 from functools import cache
 from typing import Any
@@ -596,3 +597,15 @@ def test_matrices_are_updated_by_muon_as_torch_does():
         optimizer.step()
     assert differences(net, optimizer, result) == []
     assert fpipe.verify(program, model, params, rows(8), opt=opt, lr=0.01).bitwise
+
+
+def test_updates_keep_no_tensor_of_a_step():
+    """The optimizer of the thread kept the last parameters, and their memory, until its next step."""
+    model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.merge(), fpipe.update("AdamW"))(fpipe.program(model))
+    params, batch = ({"w": torch.ones(4)},), (torch.ones(2, 4), torch.zeros(2, 4))
+    step, opt = fpipe.build(program, model), fpipe.optimizer_state(program, params)
+    result = step(params, batch, opt=opt, lr=torch.tensor(0.1))
+    references = [weakref.ref(leaf) for leaf in fpipe.tree.leaves((result.params, result.opt))]
+    del result
+    assert not any(reference() is not None for reference in references)

@@ -170,8 +170,8 @@ def apply_rule(
     finally:
         # 3. Empty it: the instance lives as long as the thread, and would keep this step's tensors.
         optimizer.state = defaultdict(dict)
-        for group in optimizer.param_groups if len(numbers) > 1 else ():
-            group |= {name: optimizer.defaults[name] for name in numbers}
+        for group in optimizer.param_groups:
+            group |= {"params": [], **{name: optimizer.defaults[name] for name in numbers}}
         for param in new_params:
             param.grad = None
 

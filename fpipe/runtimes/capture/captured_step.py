@@ -100,9 +100,10 @@ class StepGraph:
         if not moved or (self._in_lockstep and self._recording is None):
             return False
         if self._in_lockstep:
+            if max(moved) >= len(leaves):
+                raise ValueError("graph=True in processes captures once, and a constant has changed: build a new step.")
             raise ValueError(
-                "graph=True in processes reads donated tensors and constants where they were captured: copy new "
-                "numbers into them."
+                "graph=True in processes reads donated tensors where they were captured: copy new numbers into them."
             )
         # 2. A leaf that moves is copied from now on, but for one that is overwritten in place, and for constants.
         self._recording = None
@@ -133,12 +134,14 @@ class StepGraph:
 
     def _capture(self, step: CapturedStep, leaves: Sequence[Any]) -> Recording:
         assert self._copied is not None
-        static_leaves = [
-            torch.empty_like(_flat(leaf)).as_strided(leaf.shape, leaf.stride())
-            if index in self._copied and isinstance(leaf, Tensor)
-            else leaf
-            for index, leaf in enumerate(leaves)
-        ]
+        # On the stream of graphs: the allocator gives the memory of a leaf that is gone to others of its stream alone.
+        with self._stream.stream:
+            static_leaves = [
+                torch.empty_like(_flat(leaf)).as_strided(leaf.shape, leaf.stride())
+                if index in self._copied and isinstance(leaf, Tensor)
+                else leaf
+                for index, leaf in enumerate(leaves)
+            ]
 
         def run() -> Slots:
             slots = step.entrance.fill_slots(static_leaves, self._generators)

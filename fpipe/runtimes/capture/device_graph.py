@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
+
+from fpipe.torch_private.cuda import clear_workspaces, end_allocation
 
 T = TypeVar("T")
 
@@ -37,7 +40,8 @@ class GraphStream:
         self.device, self.stream, self.lock = device, torch.Stream(device), threading.RLock()
         self._graph_class: Callable[[], Any] = module.CUDAGraph if device.type == "cuda" else module.Graph
         self._empty_cache: Callable[[], None] = getattr(module, "empty_cache", lambda: None)
-        self._pool = module.graph_pool_handle()
+        self._make_pool: Callable[[], Any] = module.graph_pool_handle
+        self._pool, self._live_graphs = self._make_pool(), weakref.WeakSet[DeviceGraph]()
 
     @contextmanager
     def between_callers_work(self) -> Generator[None]:
@@ -68,6 +72,10 @@ class GraphStream:
         # the allocator has cached cannot serve the pool, nor be given back while a capture runs.
         gc.collect()
         self._empty_cache()
+        # Torch cannot capture into a pool whose last graph is gone while a tensor of it lives.
+        self._pool = self._pool if self._live_graphs else self._make_pool()
+        # A graph that is deleted frees the workspaces of its stream. Without one here, the capture makes its own.
+        clear_workspaces(self.device)
         collects_garbage = gc.isenabled()
         gc.disable()
         try:
@@ -80,12 +88,17 @@ class GraphStream:
                     # A broken capture has to be ended too, which raises once more.
                     with suppress(RuntimeError):
                         graph.capture_end()
+                    end_allocation(self.device, self._pool)
+                    self._pool = self._make_pool()
                     raise
                 graph.capture_end()
         finally:
+            clear_workspaces(self.device)
             if collects_garbage:
                 gc.enable()
-        return DeviceGraph(graph), results
+        device_graph = DeviceGraph(graph)
+        self._live_graphs.add(device_graph)
+        return device_graph, results
 
 
 class GraphStreams(dict[torch.device, GraphStream]):

@@ -77,7 +77,7 @@ class Watchdog:
         self.faults, self.agreement_counts = FaultStore(), Counter[tuple[str, int]]()
         self.part: RankPart | None = None
         self.wait: PeerWait | None = None
-        self.ended = ""
+        self.ended, self.is_capturing = "", False
         self._last_error: BaseException | None = None
         self.key, self._step, self._seconds = ("", 0), 0, 0.0
         self._groups: Sequence[Any] = ()
@@ -142,8 +142,11 @@ class Watchdog:
             time.sleep(_SETTLE_POLL_SECONDS)
         self.wait = outer_wait
 
-    def as_rank_error(self, error: RuntimeError, wait: PeerWait) -> RankError:
-        """End the run for a wait, send or receive that failed, and return the error to raise."""
+    def as_rank_error(self, error: RuntimeError, wait: PeerWait) -> RuntimeError:
+        """End the run for a wait, send or receive that failed, and return the error to raise; not in a capture."""
+        # Nothing of a capture has run, so no peer is to blame.
+        if self.is_capturing:
+            return RuntimeError(str(error))
         # After a timeout the peer may be alive and wait itself. The watchdog is about to find who is to blame.
         if is_timeout(error):
             self.wait, deadline = wait, time.monotonic() + _TORCH_TIMEOUT_MARGIN.total_seconds()

@@ -53,6 +53,7 @@ class CapturedRankStep(CapturedStep, RankStep):
 
     def agree_on_capture(self, failure: RuntimeError | None) -> str:
         """Compare between all ranks whether they have captured the step, and return why not."""
+        self.watchdog.wait, self.watchdog.is_capturing = None, False
         # The processes along the axes of a stage's collectives are in other pipelines, which do not meet here.
         if failure is not None and (isinstance(failure, RankError) or self.lowered.is_collective):
             raise failure

@@ -246,6 +246,7 @@ class RankStep(PreparedStep):
         part_slots, watchdog = [slots[slot] for slot in self.part.initial_slots], self.watchdog
         notes = watch and watch.notes
         self.transfers.begin_step(self.step, self.signature_number, self.key_number, keeps=notes is not None)
+        watchdog.is_capturing = self.transfers.is_captured
         if self.replicas is not None:
             self.replicas.begin(self.exchanges, watch)
         watchdog.part = part = self.part if tap is None else self.part.with_tap(tap)
