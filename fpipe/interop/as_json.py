@@ -66,7 +66,7 @@ def from_json(text: str) -> Program:
     True
     >>> from_json('{"format": "fpipe.program"}')
     Traceback (most recent call last):
-    fpipe.ops.ProgramError: this JSON is no program: an entry has no 'inputs'.
+    fpipe.ops.ProgramError: this JSON is not a program: an entry lacks 'inputs'.
     """
     if not isinstance(text, str | bytes | bytearray):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"from_json takes the text that to_json made, found {type(text).__name__}.")

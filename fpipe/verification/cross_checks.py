@@ -216,8 +216,7 @@ def check_function(
         return []
     attributes = AttributeSnapshot([] if model.fingerprint is None else model.fingerprint.modules, with_containers=True)
     try:
-        _check_function(model, model.function, params, microbatches, result, key, state)
-        return attributes.counters()
+        return _check_function(model, model.function, params, microbatches, result, key, state, attributes)
     finally:
         attributes.restore()
 
@@ -230,7 +229,8 @@ def _check_function(
     result: Result,
     key: int | None,
     state: Sequence[Any] | None,
-) -> None:
+    attributes: AttributeSnapshot,
+) -> list[CallCounter]:
     # 1. Parameters by name, as the function takes them, whatever their stages.
     name_of_function, explanation = function.who, _FUNCTION_DIFFERS.format(function.door)
     is_trainable_by_name = dict[str, bool]()
@@ -241,6 +241,7 @@ def _check_function(
     total_rows = sum(size for _, size in microbatches)
     total: list[Tensor | None] = [None] * len(leaf_by_name)
     divisor: Any = 0
+    counters = list[CallCounter]()
     # A net takes its buffers by name, too, and replaces them by their next values.
     buffers = {name: leaf.clone() for stage in state or () for name, leaf in (stage or {}).items()}
     # 2. Run the function on each microbatch, compare its loss, and add its gradients up.
@@ -258,6 +259,9 @@ def _check_function(
             raise GradientMismatch(f"The loss of microbatch {index} is {numbers}: {explanation}")
         total = [*map(add_optional, total, _grads_of_leaves(weighted, [*leaves.values()]))]
         divisor += count if model.reduction == "count" else 0
+        # Each microbatch meets the modules as they were: one that a run renamed hides its tied parameters from torch.
+        counters = counters or attributes.counters()
+        attributes.restore()
     # The statistics of batch norms follow from a momentum that changes no loss and no gradient.
     for name, leaf in ((name, leaf) for stage in result.state or () for name, leaf in (stage or {}).items()):
         if name in buffers and not _agree_with_function(_as_floating(leaf), _as_floating(buffers[name]), function):
@@ -284,6 +288,7 @@ def _check_function(
                 f"The gradient of {name} by the stages is off by up to {error:.3g} from {name_of_function}'s: "
                 f"{explanation}"
             )
+    return counters
 
 
 def _as_floating(tensor: Tensor) -> Tensor:
