@@ -241,6 +241,7 @@ def _leaf_by_name(
 def _extra_states(model: Model) -> dict[str, Callable[[], Any]]:
     """Return the functions that give the extra states of a net's modules, under their names in a state_dict."""
     modules = () if model.fingerprint is None else model.fingerprint.nets
+    # What a module keeps there may be any object, which a strict load_state_dict asks for by this name.
     return {
         f"{path}._extra_state".removeprefix("."): module.get_extra_state
         for path, module in modules
