@@ -19,5 +19,6 @@ def clear_workspaces(device: torch.device) -> None:
 def end_allocation(device: torch.device, pool: Any) -> None:
     """End the allocation into a pool after a failed capture, which torch 2.11 leaves on (2.13: `endAllocateToPool`)."""
     if device.type == "cuda":
+        # Later versions have ended it, and raise.
         with suppress(RuntimeError):
             _C._cuda_endAllocateToPool(device.index, pool)
