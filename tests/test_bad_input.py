@@ -334,6 +334,10 @@ STEP(PARAMS, BATCH, key=True)
     TypeError: a key is a whole number, and so is what is folded into it; found
 STEP(PARAMS, *BATCH)
     TypeError: a batch is one pair: step(params, (inputs, target)); found 2 arguments after params. Pass
+fpipe.reference(NET.model, PARAMS, BATCH, microbatch=2)
+    ValueError: without rule= reference takes no microbatch=; did you mean microbatches=?
+fpipe.reference(NET.model, PARAMS, BATCH, clip=1.0)
+    ValueError: without rule= reference takes no clip=; it goes with a rule, such as AdamW.
 fpipe.reference(NET.model, PARAMS, *BATCH)
     TypeError: a batch is one pair: reference(model, params, (inputs, target)); found 2 arguments after params. Pass
 fpipe.verify(PROGRAM, NET.model, PARAMS, *BATCH)

@@ -9,6 +9,8 @@ added. `microbatch_sums.py` fixes the order of all other sums.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, Literal
 
 from torch import Tensor
@@ -121,6 +123,12 @@ def reference(
         )
 
     if rule is None:
+        training = {"steps": steps != 1, "stale": stale != 0} | dict.fromkeys(settings, True)
+        training |= {name: value is not None for name, value in {"clip": clip, "opt": opt, "lr": lr}.items()}
+        for name in (name for name, is_passed in (training | {"groups": groups is not None}).items() if is_passed):
+            similar_names = get_close_matches(name, signature(reference).parameters, n=1) if name in settings else ()
+            hint = f"did you mean {similar_names[0]}=?" if similar_names else "it goes with a rule, such as AdamW."
+            raise ValueError(f"without rule= reference takes no {name}=; {hint}")
         return accumulate(params, batch, state, single_key(key), None)
     # 3. Several steps, with an update behind each.
     update = update_settings(update_options(rule, clip, groups, settings))
