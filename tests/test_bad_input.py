@@ -334,6 +334,10 @@ STEP(PARAMS, BATCH, key=True)
     TypeError: a key is a whole number, and so is what is folded into it; found
 STEP(PARAMS, *BATCH)
     TypeError: a batch is one pair: step(params, (inputs, target)); found 2 arguments after params. Pass
+fpipe.gather_state_dict(PARAMS, PROGRAM)
+    TypeError: a Program is wanted here, such as fpipe.program(model); found tuple
+fpipe.sizes(PROGRAM, NET.model, PARAMS, BATCH, replicas=0)
+    ValueError: replicas is a whole number, at least 1; found 0
 fpipe.reference(NET.model, PARAMS, BATCH, microbatch=2)
     ValueError: without rule= reference takes no microbatch=; did you mean microbatches=?
 fpipe.reference(NET.model, PARAMS, BATCH, clip=1.0)

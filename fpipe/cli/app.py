@@ -1,4 +1,4 @@
-"""Assemble the commands, with exit codes for errors: 0 is well, 1 refused or wrong, 2 typed wrongly."""
+"""Assemble the commands, with exit codes: 0 for success, 1 for a refusal or a difference, 2 for a usage error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def start(imports: Imports = None, version: Version = False) -> None:
       python -m fpipe --import mine.py show my_schedule
 
     A NAME is a schedule (see `schedules`); a FILE is a program's text, a table (grid or CSV), torch's CSV, or JSON.
-    Exit codes: 0 well, 1 refused or wrong, 2 typed wrongly.
+    Exit codes: 0 success, 1 refused or different, 2 usage error.
     """
     for module in imports or ():
         usage(load_module)(module)

@@ -76,7 +76,9 @@ OfDevice = Annotated[Device, typer.Option(help="Of that race.")]
 Quick = Annotated[bool, typer.Option("--quick", help="That race on small nets.")]
 Budget = Annotated[
     float | None,
-    typer.Option(min=1, help="Seconds that it may take, by default an hour, or 110 with --quick; rows left say so."),
+    typer.Option(
+        min=1, help="Seconds that it may take, by default an hour, or 110 with --quick; then rows are left out."
+    ),
 ]
 Html = Annotated[Path | None, typer.Option(help="Write its table, with hardware, versions and date.")]
 Json = Annotated[Path | None, typer.Option(help="Write its rows too, each as soon as it is measured.")]
@@ -112,7 +114,7 @@ def bench(
     measured   the median over rounds; least: the shortest round
     off        how far simulated is from measured
     bubble     idle share, simulated and measured
-    MiB        the most that a rank holds, told before and held
+    MiB        the most that a rank holds, predicted and measured
     \b
     With --against, in turn with an eager loop over 8 microbatches, 4 stages on one device:
     ms         the shortest step; of eager: as a share of the loop's between its rounds

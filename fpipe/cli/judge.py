@@ -122,8 +122,8 @@ Rate = Annotated[list[float], typer.Option("--lr", help="The learning rate, or o
 Clip = Annotated[float | None, typer.Option(help="The largest norm of all gradients.")]
 Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="Such as weight_decay=0.1.")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Of each step, over all replicas.")]
-Loss = Annotated[list[float] | None, typer.Option(help="What the other pipeline told of each step.")]
-Norm = Annotated[list[float] | None, typer.Option(help="What it told of the gradients of each step.")]
+Loss = Annotated[list[float] | None, typer.Option(help="The other pipeline's loss of each step.")]
+Norm = Annotated[list[float] | None, typer.Option(help="Its gradient norm of each step.")]
 Key = Annotated[int | None, typer.Option(help="Of the step, for a model with random numbers.")]
 
 

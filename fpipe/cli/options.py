@@ -280,7 +280,7 @@ Shard = Annotated[
         lambda text: checked_policies([text], (*GATHERS, NEVER))[0],
         "--shard",
         metavar="|".join(GATHERS),
-        help="When parameters that replicas share are gathered; of a plan also 'never', whole ones. May be said again.",
+        help="When parameters that replicas share are gathered; of a plan also 'never', whole ones. Repeatable.",
     ),
 ]
 Replicated = Annotated[bool, typer.Option("--replicated", help="A table may put a stage on several ranks.")]

@@ -106,7 +106,7 @@ def compare(
     above     how far above that this one is
     ranks, microbatches: said where they differ, as those of a file may
     \b
-    One that does not serve the sizes says why, below the table.
+    Below the table, schedules that have no such sizes say why.
     \b
     Examples:
       python -m fpipe compare gpipe one_f_one_b chimera --ranks 4 --microbatches 8

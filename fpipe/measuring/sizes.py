@@ -153,7 +153,7 @@ def sizes(
     # 1. Lower the program as a step would, which tells the storages of every value.
     try:
         inputs = StepInputs(params, batch, state, example_optim(program, params))
-        share = Share(0, check_whole_number("replicas", replicas)) if replicas > 1 else None
+        share = Share(0, replicas) if check_whole_number("replicas", replicas) > 1 else None
         options = StepOptions(donate=donate and not is_post_validated(program), hoist=hoist, runs=False)
         transferred = with_transfers(program)
         transferred = with_results_last(transferred) if runtime == "distributed" else transferred

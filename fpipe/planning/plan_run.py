@@ -85,7 +85,7 @@ def plan_run(
     # With example=, or if it looks like a net, `workload` must be a Model: say so, rather than that it is no costs.
     report = progress or _report_nothing
     if not isinstance(workload, Costs | Mapping) and (example is not None or hasattr(workload, "state_dict")):
-        workload = require_model(workload, "example= goes with a Model;")
+        workload = require_model(workload, "plan_run takes a Model with example=, or Costs;")
     if isinstance(workload, Model):
         if example is None or len(example) not in (2, 3) or rows is not None or stages is not None:
             raise ValueError("a model needs example=(params, batch), without rows= or stages=.")

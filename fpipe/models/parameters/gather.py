@@ -119,9 +119,10 @@ def describe_leaves(
     program: Program, per_stage: Sequence[Any], mesh: DeviceMesh | None
 ) -> tuple[GroupRank, list[dict[int, list[NamedLeaf]]]]:
     """Return the rank of this process, and for each rank the leaves of the stages that it has. A collective."""
-    if not isinstance(per_stage, tuple | list) or len(per_stage) != require_program(program).stages:
+    stages = require_program(program).stages
+    if not isinstance(per_stage, tuple | list) or len(per_stage) != stages:
         actual = f"{len(per_stage)} entries" if isinstance(per_stage, tuple | list) else type(per_stage).__name__
-        raise ValueError(f"the program has {program.stages} stages, one entry each; found {actual}.")
+        raise ValueError(f"the program has {stages} stages, one entry each; found {actual}.")
     if mesh is not None:
         mesh_dim_names(mesh, {"pp": program.ranks})
     local: dict[int, list[NamedLeaf]] = {}

@@ -213,7 +213,7 @@ def clip_grads(
 
 def _require_positive(name: str, number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
-        raise ValueError(f"{name} is a number above 0, found {number!r}.")
+        raise ValueError(f"{name} is a number above 0, found {number!r:.80}.")
 
 
 def _refuse_part(grads: Any) -> None:

@@ -151,7 +151,7 @@ def _output_labels(outline: Outline) -> list[str]:
 
 @dataclass
 class UntracedStages:
-    """The stages that run under autograd, each with the reason; `known_only` uses only traces that exist."""
+    """The stages that run under autograd, each with the reason; `existing_traces_only` uses no new traces."""
 
     stages: dict[int, str] = field(default_factory=dict[int, str])
     existing_traces_only: bool = False
