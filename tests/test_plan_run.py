@@ -370,7 +370,7 @@ small_plan(MODEL)
 small_plan(MODEL, *EXAMPLE, profiled=[2])
     ValueError: costs are profiled at 2 microbatches, and 4 is not between them: add it
 small_plan(SEQUENTIAL)
-    TypeError: with a Model; found Sequential. A Sequential goes through fpipe.from_seq
+    TypeError: plan_run takes a Model with example=, or Costs; found Sequential. A Sequential goes through
 """,
 )
 
