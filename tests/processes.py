@@ -188,6 +188,8 @@ def serve(rank: int, size: int, init_method: str, pipe: Connection, timeout: flo
     faulthandler.enable(file)
     faulthandler.register(DUMP_STACKS, file)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Without a barrier a rank that leaves its group at once would close connections that another still waits to open.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     torch.set_num_threads(1)
     GROUP_OPTIONS.update(
         backend="gloo", init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
+from fpipe.runtimes.faults.watchdog import watchdog_of_process
 from fpipe.runtimes.processes import transfers
 from tests.processes import SOON, Processes, receive_answer, several_groups, time_call
 from tests.test_distributed import (
@@ -78,6 +79,23 @@ def test_arguments_that_one_rank_refuses_end_the_run_on_all(trio: Processes, arg
         assert ARGUMENT_REFUSALS[argument] in message
         assert message.startswith(f"RankError: rank {culprit} failed outside of its ops: ") == (rank != culprit)
         assert next_message.startswith(f"{RUN_IS_OVER}rank {culprit} failed outside of its ops: ")
+
+
+def end_run_between_steps(rank: int) -> list[str]:
+    """Return the errors of two steps after a fault that ended the run as the last wait of a step was over."""
+    program, _, step, params = build_three_stages()
+    local_params = local_part(program, rank, params)
+    step(local_params, rows())
+    watchdog = watchdog_of_process()
+    watchdog.ended = watchdog.faults.write_fault("rank 2 failed in 2F0: MemoryError")
+    return [time_call(lambda: step(local_params, rows()))[0] for _ in range(2)]
+
+
+def test_the_first_error_after_a_fault_names_the_fault_alone(trio: Processes):
+    """Where a rank had read the fault as its step ended, it used to say at first that the run was over already."""
+    for message, next_message in trio.run(end_run_between_steps):
+        assert message == "RankError: rank 2 failed in 2F0: MemoryError"
+        assert next_message == f"{RUN_IS_OVER}rank 2 failed in 2F0: MemoryError"
 
 
 def step_with_other_sizes(rank: int, culprit: int, is_known: bool) -> tuple[str, bool]:

@@ -78,6 +78,7 @@ class Watchdog:
         self.part: RankPart | None = None
         self.wait: PeerWait | None = None
         self.ended, self.is_capturing = "", False
+        self._was_raised = False
         self._last_error: BaseException | None = None
         self.key, self._step, self._seconds = ("", 0), 0, 0.0
         self._groups: Sequence[Any] = ()
@@ -120,6 +121,14 @@ class Watchdog:
         """Raise RankError if the run is over."""
         if self.ended:
             raise RankError(self.faults.reword_fault(self.ended))
+
+    def refuse_after_end(self) -> None:
+        """Raise RankError before a build or step if the run is over."""
+        # A fault may end the run in the last wait of a step that still succeeds: then this is its first report here.
+        prefix = "the run is over, start all ranks again from a checkpoint: " if self._was_raised else ""
+        if self.ended:
+            self._was_raised = True
+            raise RankError(prefix + self.faults.reword_fault(self.ended))
 
     def wait_for(self, work: Any, wait: PeerWait, on_streams: bool = False) -> None:
         """Wait for work, or make the current stream wait for work that is ordered by streams."""
@@ -165,7 +174,7 @@ class Watchdog:
         """End the run for all processes after an error, and return the error to raise on this one."""
         # Receives in flight may still write their buffers, on streams that nobody waits for any more. The frames of the
         # error hold these buffers, so the error is kept until the process ends.
-        self._last_error = error
+        self._last_error, self._was_raised = error, True
         error_to_raise = error
         if not isinstance(error, RankError):
             notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]

@@ -46,7 +46,6 @@ from fpipe.runtimes.faults.agreement import (
     claims_of_update,
     digest_claims,
 )
-from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import Watchdog, watchdog_of_process
 from fpipe.runtimes.lowering.prepared_step import DONATED_PARAMS_OVERWRITTEN
@@ -119,7 +118,7 @@ def build_rank_step(
         torch.get_default_device(),
     )
     watchdog = watchdog_of_process()
-    refuse_ended_run(watchdog)
+    watchdog.refuse_after_end()
     names = [f"rank {number}" for number in range(len(processes))]
     meeting = Meeting(watchdog, processes, names)
     seconds = timeout_of(group).total_seconds() if process_options.timeout is None else process_options.timeout
@@ -335,7 +334,7 @@ class _RankSteps:
     def report_errors(self) -> Generator[None]:
         """Begin a step, and end the run for all ranks if it fails."""
         watchdog = self.links.watchdog
-        refuse_ended_run(watchdog)
+        watchdog.refuse_after_end()
         self.begun += 1
         self.watch(self.begun)
         with _end_run_on_error(watchdog, DONATED_PARAMS_OVERWRITTEN if self.step_options.donate else None):
@@ -356,12 +355,6 @@ def _end_run_on_error(watchdog: Watchdog, note: str | None = None) -> Generator[
         raise error_to_raise from error
     finally:
         watchdog.finish()
-
-
-def refuse_ended_run(watchdog: Watchdog) -> None:
-    """Raise RankError if the run is over."""
-    if watchdog.ended:
-        raise RankError(f"the run is over, start all ranks again from a checkpoint: {watchdog.ended}")
 
 
 _BUILDING = "building the step"
