@@ -74,6 +74,29 @@ def test_steps_have_the_bits_of_a_plain_loop(schedule: str, clip: float | None, 
     assert differences(net, optimizer, result) == []
 
 
+def test_steps_of_a_tied_leaf_have_the_bits_of_a_plain_loop():
+    """The sum over its uses and the last sum of one use had one name, and the program was refused as a circle."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    net[2].weight = net[0].weight
+    batches = make_batches(3)
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    program = program_of(model, fpipe.schedules.one_f_one_b(2), fpipe.steps(3))
+    result = fpipe.build(program, model)(params, batches, opt=fpipe.optimizer_state(program, params), lr=0.01)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+    for batch in batches:
+        # The gradient of a tied leaf: over the microbatches of each use, and then over the uses.
+        grads_by_use = [torch.zeros(8, 8), torch.zeros(8, 8)]
+        optimizer.zero_grad()
+        for x, target in zip(*(leaf.tensor_split(4) for leaf in batch), strict=True):
+            uses = [net[0].weight.detach().requires_grad_() for _ in range(2)]
+            y = nn.functional.linear(nn.functional.linear(x, uses[0], net[0].bias).tanh(), uses[1], net[2].bias)
+            (MSE(y, target) * 0.25).backward()
+            grads_by_use = [total + use.grad for total, use in zip(grads_by_use, uses, strict=True)]
+        net[0].weight.grad = grads_by_use[0] + grads_by_use[1]
+        optimizer.step()
+    assert differences(net, optimizer, result) == []
+
+
 @pytest.mark.crossed
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize(("stale", "delays"), [(1, [1, 1, 1, 1]), (2, [2, 2, 2, 2]), ("stash", [3, 2, 1, 0])])

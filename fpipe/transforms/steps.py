@@ -78,6 +78,8 @@ class _StepRenamer:
         self.program, self.number, self.stale = program, number, stale
         self.size = program.microbatches
         self.inputs_of_call = {end.value for end in program.inputs}
+        # sum[0]:1 adds up what two stages give their tied leaf; sum[0,3]:1 is what one of them gives.
+        self.tied_sums = {value for value in program.writer if self.at_last_microbatch(value) in program.writer}
 
     def inputs(self) -> Iterator[Input]:
         for end in self.program.inputs:
@@ -122,7 +124,13 @@ class _StepRenamer:
         if is_input or value.name in PARAMETERS:
             version = max(self.number - (delay if is_input and value.name in PARAMETERS else 0), 0)
             return value._replace(microbatch=version * self.size - 1) if version else value
+        if value in self.tied_sums:
+            value = value._replace(name=f"tied_{value.name}")
         return value._replace(microbatch=self.count(self.size - 1))
+
+    def at_last_microbatch(self, value: Value) -> Value | None:
+        """Return the value of a program's last microbatch that has the name of a value without one; None for others."""
+        return value._replace(microbatch=self.size - 1) if value.microbatch is None else None
 
 
 def _refuse_unsuitable(program: Program, stale: object) -> None:
