@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from fpipe.planning.run_plan import RunPlan
     from fpipe.runtimes.build import build
     from fpipe.runtimes.faults.fault_store import RankError
+    from fpipe.verification.placements import check_placements
     from fpipe.verification.report import GradientMismatch, Report
     from fpipe.verification.verify import verify
 
@@ -142,6 +143,7 @@ _LAZY_NAMES = {
     "measuring.sizes": ("Sizes", "sizes"),
     "oracle.compare_grads": ("compare_grads",),
     "oracle.compare_step": ("compare_step",),
+    "verification.placements": ("check_placements",),
     "verification.report": ("GradientMismatch", "Report"),
     "verification.verify": ("verify",),
 }
@@ -189,6 +191,7 @@ __all__ = [
     "build",
     "chain",
     "check",
+    "check_placements",
     "checkpoint",
     "clip_grads",
     "communicate",

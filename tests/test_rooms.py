@@ -55,8 +55,8 @@ runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning
 models <- root meaning/purity timing meaning/single_device meaning torch_private graphs/tracing
     models/parameters models/modules models/exporting models/cutting
 runtimes/processes <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning
-    torch_private graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults runtimes/capture
-    runtimes/audit
+    verification torch_private graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
+    runtimes/capture runtimes/audit
 runtimes <- root meaning/optimizers transforms meaning runtimes/capture runtimes/audit runtimes/in_process
     runtimes/processes
 measuring <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning graphs/language

@@ -70,6 +70,8 @@ def make_program(model: fpipe.Model) -> fpipe.Program:
     )
     program = pipeline(fpipe.program(model))
     fpipe.check(program)
+    placements = fpipe.check_placements(program, model, mesh=("dp", "pp"))
+    print(placements["dp"][program.ops[0].writes[0]])
     return program
 
 

@@ -13,6 +13,7 @@ from fpipe.cli.options import read_program
 from fpipe.cli.output import print_error
 from fpipe.cli.see import sizes
 from fpipe.program import Program
+from fpipe.verification.placements import check_placements
 
 # Torch is imported when a command needs it: others start in a third of the time.
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ def check(files: Programs, replicated: options.Replicated = False) -> None:
     for file in files:
         name = "standard input" if file == "-" else file
         try:
-            print(f"{name}: {sizes(read_program(file, replicated=replicated))}")
+            program = read_program(file, replicated=replicated)
+            check_placements(program)
+            print(f"{name}: {sizes(program)}")
         except (ValueError, OSError) as error:
             wrong_files += 1
             # The text of an OSError names the file already.

@@ -59,6 +59,7 @@ from fpipe.runtimes.processes.replicas import Voters, group_of, refuse_wrong_siz
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.torch_private.processes import timeout_of
 from fpipe.transforms.communicate import with_transfers
+from fpipe.verification.placements import check_placements
 
 CheckBatch = Literal["first", "always", "never"]
 _FIRST_STEPS, _INTERVAL = 10, 100
@@ -143,6 +144,7 @@ def build_rank_step(
         # 3. Transform the program.
         recorded = program if step_options.record else None
         refuse_wrong_size(group, program, mesh)
+        check_placements(program)
         program = with_transfers(_with_loss_ranks(program, process_options.broadcast))
         program = with_reduced_last(with_results_last(program))
         # 4. Compare programs before any connection is made: ranks of other programs would wait for different messages.
