@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Placement = str
-"""One of "replicated", "dealt", "partial" and "sharded"."""
+"""The type of a value over an axis: "replicated", "dealt", "partial" or "sharded"."""
 REPLICATED, DEALT, PARTIAL, SHARDED = "replicated", "dealt", "partial", "sharded"
 _REPLICATED_ONLY, _REPLICATED_OR_DEALT = (REPLICATED,), (REPLICATED, DEALT)
 
