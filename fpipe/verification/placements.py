@@ -1,4 +1,4 @@
-"""Type the values of a program over the axes of a mesh, and refuse one that reads a value as what it is not.
+"""Type the values of a program over the axes of a mesh: replicated, dealt, partial or sharded.
 
     over "dp"     x[0,0] dealt     g[0,0] partial     all[0] = REDUCE sum[0,1]: replicated     params[0] replicated
 
@@ -54,7 +54,7 @@ def check_placements(
     Raises:
         ProgramError: an op or a result that takes a partial value for a whole one, a value that is added up twice, or
             an UPDATE whose gradient is placed unlike its parameters; with the op, and what it reads.
-        ValueError: a model of other stages, or an exchange along a dimension that the mesh has not.
+        ValueError: a model of other stages, or an exchange along a dimension that the mesh lacks.
 
     >>> import fpipe
     >>> local = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))(fpipe.program(1))
