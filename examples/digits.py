@@ -23,8 +23,8 @@ try:
     from sklearn.datasets import load_digits
 except ImportError as error:
     raise SystemExit(
-        f"This example needs {error.name}, which is missing: pip install 'fpipe[examples]'. That brings scikit-learn, "
-        "whose digits are learned, and matplotlib, which draws them."
+        f"This example needs {error.name}, which is missing: pip install scikit-learn matplotlib. The "
+        "digits of scikit-learn are learned, and matplotlib draws them."
     ) from None
 
 RANKS, MICROBATCHES, KEY, ROWS, TEST_ROWS = 4, 8, 0, 100, 297

@@ -14,7 +14,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"the command line needs {error.name}, which is not installed: pip install 'fpipe[cli]'.")
+        sys.exit(f"the command line needs {error.name}, which is not installed: pip install rich typer.")
     # `fpipe .. | head` closes the pipe. The default action ends the process silently; Python's would print a traceback.
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -46,7 +46,7 @@ def test_a_step_with_another_key_fails_the_comparison(digits, monkeypatch, capsy
 @pytest.mark.parametrize(("module", "package"), [("sklearn.datasets", "sklearn"), ("matplotlib.figure", "matplotlib")])
 def test_a_missing_package_is_named_with_its_extra(digits, module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SystemExit, match=rf"needs {package}.*, which is missing: pip install 'fpipe\[examples\]'"):
+    with pytest.raises(SystemExit, match=rf"needs {package}.*, which is missing: pip install scikit-learn matplotlib"):
         runpy.run_path(digits.__file__)
 
 

@@ -353,7 +353,7 @@ def test_a_missing_solver_is_named(monkeypatch: pytest.MonkeyPatch):
         return False
 
     monkeypatch.setattr(module, "is_installed", absent)
-    with pytest.raises(ModuleNotFoundError, match=r"needs OR-tools: pip install 'fpipe\[schedules\]'.*proves less"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs OR-tools: pip install ortools networkx.*proves less"):
         quick(2, ranks=2, microbatches=2, solver="cp-sat")
     assert quick(2, ranks=2, microbatches=2, solver="auto", placement="linear").value == 7
     assert solver.is_installed()

@@ -1,6 +1,7 @@
 """The reference on the site: every public name, attribute and command is on a page, with words and an example."""
 
 import inspect
+import operator
 import re
 import sys
 import zlib
@@ -172,3 +173,14 @@ def anchors_of(page: Path) -> set[str]:
     """Return the headings of a page as links write them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_list_for_coding_assistants_names_pages_and_names_that_exist():
+    paths = re.findall(r"\]\(([^)]+)\)", (reference.ROOT / "llms.txt").read_text(encoding="utf-8"))
+    assert len(paths) > 10
+    assert [path for path in paths if not (reference.ROOT / path).is_file()] == []
+    page = (reference.ROOT / "docs" / "assistants.md").read_text(encoding="utf-8")
+    dotted_names = set(re.findall(r"fpipe\.([a-zA-Z_.0-9]+)", page))
+    assert {"build", "schedules.one_f_one_b", "from_module"} <= dotted_names
+    for dotted_name in dotted_names:
+        operator.attrgetter(dotted_name)(fpipe)

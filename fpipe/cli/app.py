@@ -33,7 +33,7 @@ def _print_version(is_requested: bool) -> None:
         # Imported here, since it takes a tenth of the time of --help.
         from importlib.metadata import version
 
-        print(f"fpipe {version('fpipe')}")
+        print(f"fpipe {version('fpipe-torch')}")
         raise typer.Exit
 
 

@@ -295,8 +295,8 @@ OfModel = Annotated[
     ),
 ]
 Svg = Annotated[Path | None, _picture("svg", "Draw it, to scale, for a page.")]
-Png = Annotated[Path | None, _picture("png", "Draw it for a document (fpipe[plot]).")]
-Pdf = Annotated[Path | None, _picture("pdf", "The same as PDF, for a paper (fpipe[plot]).")]
+Png = Annotated[Path | None, _picture("png", "Draw it for a document (needs matplotlib).")]
+Pdf = Annotated[Path | None, _picture("pdf", "The same as PDF, for a paper (needs matplotlib).")]
 Html = Annotated[Path | None, _picture("html", "Draw it on a page to zoom into.")]
 Perfetto = Annotated[Path | None, _picture("perfetto", "A trace for ui.perfetto.dev.", ".json")]
 Style = Annotated[

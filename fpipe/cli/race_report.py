@@ -34,7 +34,7 @@ def describe(rows: Sequence[Row]) -> dict[str, str]:
 def _version() -> str:
     # A GPU's machine often has a checkout on its path, and no installed package.
     try:
-        return version("fpipe")
+        return version("fpipe-torch")
     except PackageNotFoundError:
         return "from a checkout"
 

@@ -59,7 +59,7 @@ def search(
     """Search for the schedule that takes the least time under these costs and this memory.
 
     It starts from every named schedule that accepts the sizes and from list schedules, improves them by small changes,
-    and lets OR-tools' CP-SAT (`pip install 'fpipe[schedules]'`) improve the best and prove how good it is. So the
+    and lets OR-tools' CP-SAT (the extra `schedules`) improve the best and prove how good it is. So the
     result is never worse than the best named schedule that fits, as published. Exchanges (`fpipe.exchange`) are moved
     too; each rank runs them on a lane next to its work.
 
@@ -141,8 +141,7 @@ def search(
     )
     if _one_of("solver", solver, Solver) == "cp-sat" and not is_installed():
         raise ModuleNotFoundError(
-            'solver="cp-sat" needs OR-tools: pip install \'fpipe[schedules]\'. solver="local" needs none, but '
-            "proves less."
+            'solver="cp-sat" needs OR-tools: pip install ortools networkx. solver="local" needs none, but proves less.'
         )
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is a function progress(share, best, bound), found {progress!r}.")

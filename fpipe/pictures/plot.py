@@ -69,7 +69,7 @@ def plot(
         costs: seconds of the programs' ops; by default `fpipe.Costs()`.
         file: where to write a picture; its ending says which. `.svg`: for a page, on light paper and dark; hovering
             over an op says when it runs, what it reads and writes. `.png`, `.pdf`: for a document, by matplotlib
-            (`pip install 'fpipe[plot]'`). `.html`: a page by itself, to zoom into. `.json`: for
+            (the extra `plot`). `.html`: a page by itself, to zoom into. `.json`: for
             https://ui.perfetto.dev, a process for each rank.
         names: what to call each of them; by default 1, 2, ...
         colour: of printed text; by default where it is printed on a terminal and NO_COLOR is not set.

@@ -28,7 +28,7 @@ def render_raster(drawing: Drawing, style: Style, ending: str) -> bytes:
         from matplotlib.figure import Figure
     except ImportError:
         raise ModuleNotFoundError(
-            f"a .{ending} needs matplotlib: pip install 'fpipe[plot]', or write .svg or .html."
+            f"a .{ending} needs matplotlib: pip install matplotlib, or write .svg or .html."
         ) from None
     dots = DOTS["screen" if style.width_mm is None else "paper"]
     size = drawing.width * drawing.unit, drawing.height * drawing.unit

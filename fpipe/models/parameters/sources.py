@@ -62,9 +62,7 @@ class SafetensorsFile:
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
-            raise ModuleNotFoundError(
-                f"{path} needs the package safetensors: pip install 'fpipe[safetensors]'."
-            ) from None
+            raise ModuleNotFoundError(f"{path} needs the package safetensors: pip install safetensors.") from None
         self.path = path
         try:
             # A file mapped into memory would count twice: its pages, and the tensors made of them.
