@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from demo import Batch, Sizes, batches, cross_entropy, gpt
 from rich.console import Console
-from rich.progress import Progress
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
+from fpipe import callbacks
 
 MICROBATCHES, RATE, LIMIT = 8, 8e-3, 1.0
 
@@ -35,6 +35,7 @@ def arguments(typed: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=1, help="how many pipelines train on rows of their own")
     parser.add_argument("--save", type=Path, help="a folder to save to after the last step")
     parser.add_argument("--resume", type=Path, help="a folder to go on from, saved by any number of either")
+    parser.add_argument("--csv", type=Path, help="a CSV file for the numbers of each step")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 where that will do")
     parser.add_argument("--check", action="store_true", help="rank 0 trains in one process too, to compare")
     return parser.parse_args(typed)
@@ -95,14 +96,13 @@ def train(options: argparse.Namespace, console: Console) -> tuple[int, int]:
 
     equal = 0
     near = 0.0 if replicas == 1 else 1e-4  # replicas add up in another order
-    with Progress(console=console, transient=True, disable=not (shows and console.is_terminal)) as progress:
-        bar = progress.add_task("training", total=stop, completed=done)
+    work = callbacks.Workload(tokens=train_batches[0][0].numel())
+    trackers = [callbacks.Progress(stop, work, completed=done, interval=max(1, options.steps // 6), console=console)]
+    trackers += [] if options.csv is None else [callbacks.CSV(options.csv, work)]
+    with callbacks.track(trainer.step, *trackers) as trainer.step:
         for number, batch in enumerate(train_batches[done:], done + 1):
             loss = trainer(number, options.steps, rows_of(batch, replica, replicas))
             equal += single is not None and abs(loss - single(number, options.steps, batch)) <= near * loss
-            progress.advance(bar)
-            if shows and (number == 1 or number % max(1, options.steps // 6) == 0):
-                console.print(f"step {number:>4}   loss {loss:.6f}")
     if options.save is not None:
         fpipe.save(options.save, program, trainer.params, opt=trainer.opt, mesh=mesh, steps=stop)
     loss = evaluate(trainer.params, rows_of(unseen, replica, replicas)).loss

@@ -143,7 +143,7 @@ def test_dir_shows_the_public_names_and_the_folders():
     assert modules == folders
 
 
-PUBLIC = ("schedules", "interop", "interop.torch_pipelining", "testing")
+PUBLIC = ("schedules", "interop", "interop.torch_pipelining", "callbacks", "testing")
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fpipe
+import fpipe.callbacks
 import fpipe.testing
 from docs.site import inventory, links, reference
 from fpipe.cli.app import COMMANDS
@@ -29,7 +30,7 @@ def public_names_of(module) -> list[str]:
     return [f"{module.__name__}.{name}" for name in listed]
 
 
-MODULES = (fpipe, fpipe.schedules, fpipe.interop, fpipe.testing, torch_pipelining)
+MODULES = (fpipe, fpipe.schedules, fpipe.interop, fpipe.callbacks, fpipe.testing, torch_pipelining)
 PUBLIC = {name for module in MODULES for name in public_names_of(module) if not inspect.ismodule(reference.named(name))}
 # Rows of what public names return.
 ROWS = """

@@ -24,6 +24,7 @@ class Limits(NamedTuple):
 LIMITS = {
     "fpipe": Limits(0.5, 0.1, 31),
     "fpipe/*.py": Limits(1.4, 0, 25),
+    "fpipe/callbacks": Limits(0, 0, 10),
     "fpipe/cli": Limits(0.9, 0, 21),
     "fpipe/derived": Limits(0, 0, 30),
     "fpipe/finding": Limits(1, 0, 29),

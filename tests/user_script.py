@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
-from fpipe import interop, schedules, testing
+from fpipe import callbacks, interop, schedules, testing
 from fpipe.interop import torch_pipelining
 
 Params = dict[str, Tensor]
@@ -126,10 +126,15 @@ def search_plans(model: fpipe.Model, params: Sequence[Params], batch: Batch, pro
 
 
 def train_two_steps(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params], batch: Batch) -> float:
-    step: fpipe.Step = fpipe.build(program, model, runtime="threads", record=True)
+    built: fpipe.Step = fpipe.build(program, model, runtime="threads", record=True)
+    workload = callbacks.Workload(tokens=1024, flops=1e12, peak_flops=1e15)
+    files: list[callbacks.StepWriter] = [callbacks.CSV("a.csv"), callbacks.TensorBoard("runs"), callbacks.WandB(None)]
+    progress: callbacks.Callback = callbacks.Progress(2, workload)
+    step = callbacks.track(built, progress, *files)
     opt = fpipe.optimizer_state(program, params)
     result: fpipe.Result = step(params, batch, key=fpipe.fold_in(0, 1), opt=opt, lr=1e-3)
     second_result = step(result.params, batch, opt=result.opt, lr=torch.tensor(1e-3))
+    print(callbacks.measure(result, 0.1, workload)["loss"])
     print(result.timeline.makespan, [gradient["w"] for gradient in second_result.grads], second_result.norm.item())
     return result.loss.item()
 
