@@ -68,6 +68,7 @@ def measure(result: Result, seconds: float, workload: Workload | None = None) ->
     numbers["seconds"] = seconds
     if workload.tokens is not None:
         numbers["tokens/s"] = workload.tokens / seconds
+    # Recomputation counts as lost time: MFU is of the model's operations, and not of those that the hardware ran.
     if workload.flops is not None and workload.peak_flops is not None:
         numbers["MFU"] = workload.flops / seconds / workload.peak_flops
     numbers["GiB"] = peak_memory() / 2**30
