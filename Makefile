@@ -13,7 +13,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # A worker a core. Each imports torch, so there is no gain in very many; who has done its share takes half of another's.
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
-.PHONY: help demo demo-distributed docs site notebooks families-page quick test cpus deep families lint pythons bench versions dist
+.PHONY: help demo demo-distributed docs site notebooks families-page kernels-page quick test cpus deep families lint pythons bench versions dist
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -39,6 +39,9 @@ notebooks: $(INSTALLED) ## Write build/notebooks, three pages as notebooks: jupy
 
 families-page: $(INSTALLED) ## Write docs/families.md: each family of transformers, measured on this machine
 	$(BIN)/python -m docs.families
+
+kernels-page: $(INSTALLED) ## Write docs/kernels.md: how each kernel runs, tried on this machine
+	$(BIN)/python -m docs.kernels
 
 # Types are checked by one process for half a minute, so tests run beside it.
 quick: style ## Lint, types, and the fast half of the tests: what is not marked slow

@@ -58,7 +58,7 @@ SLOW = {
         autocast batches bounds checkpoints cli compare_step compare_step_ranks compile conformance
         counts cut_dtensors data_parallel demo derivatives digits distributed evaluating exchange
         experts fake_accelerator fake_graph_groups fake_graph_refusals fake_graph_reports fake_graphs families
-        faults fingerprint from_loss from_module grain
+        faults fingerprint from_loss from_module grain kernels
         hybrid_shards interop layers loss_scale memory meta module_kinds offload opaque peers
         plan_run plot post_validation pure random readme references safe_saves same_step schedules
         search search_memory searched shard sharded shards_inside_stages signatures slices state

@@ -230,7 +230,6 @@ ALBERT = "albert.encoder.albert_layer_groups.0"
 BLOCKS = paths("transformer.h.{}", 0, 1, 2)
 DECODED = paths("model.layers.{}", 0, 1, 2)
 CODED = ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0")
-GELU = Rounding("transformer.", "what is before the last `GeLUFunction`, whose backward is written by hand")
 READ_TWICE = Rounding("model.encoder.", "what is before the output of `model.encoder`, which two stages read")
 MASKED = Rounding("", "all: exported, its attention adds a mask of ones to its bias (`aten.add`) before the softmax")
 
@@ -243,7 +242,7 @@ def causal(name: str, ends: tuple[str, ...] = DECODED, rounds: Rounding | None =
 FAMILIES = {
     "GPT2": Family(net_maker("GPT2LMHeadModel", "GPT2Config", **GPT, loss_type="ForCausalLM"), text, BLOCKS),
     "GPT-J": causal("GPTJ", BLOCKS, **GPTJ),
-    "Bloom": causal("Bloom", BLOCKS, GELU, **BLOOM, hidden_dropout=0.1),
+    "Bloom": causal("Bloom", BLOCKS, **BLOOM, hidden_dropout=0.1),
     "Falcon": causal("Falcon", BLOCKS, **ATTENTIVE, hidden_dropout=0.1),
     "Llama": causal("Llama", **DECODER),
     "Mistral": causal("Mistral", **DECODER, sliding_window=4),

@@ -12,7 +12,6 @@ hf = pytest.importorskip("transformers")
 IN_CI = ("GPT2", "Whisper", "ResNet")
 
 
-@pytest.mark.filterwarnings("ignore:the net computes a gradient in Python")  # the gelu of Bloom
 @pytest.mark.filterwarnings("ignore:.* holds -100")  # as its own autograd, microbatch by microbatch, has it
 @pytest.mark.parametrize(
     "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.deep) for name in FAMILIES]

@@ -273,12 +273,29 @@ class Tripled(torch.autograd.Function):
         return grad * 3
 
 
+class TripledRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 3, None
+
+
+def test_the_gradient_of_a_function_is_its_own() -> None:
+    """Used to warn, and to differentiate the forward: the Function is one operation of its stage."""
+    loss_fn = simple(lambda y, w, t: (Tripled.apply(y @ w) - t).square().mean())
+    model, stage_params = fpipe.from_loss(loss_fn, square(), rows())
+    assert fpipe.verify(fpipe.program(model), model, stage_params, rows()).bitwise
+
+
 def test_a_gradient_in_python_warns_and_fails_verify() -> None:
-    """Stages differentiate the forward of a custom Function: its backward is in no trace."""
+    """A Function that is handed a size is traced through: stages differentiate its forward."""
     params, batch = square(), rows()
     with pytest.warns(UserWarning, match="loss_fn computes a gradient in Python"):
         model, stage_params = fpipe.from_loss(
-            simple(lambda y, w, t: (Tripled.apply(y @ w) - t).square().mean()), params, batch
+            simple(lambda y, w, t: (TripledRows.apply(y @ w, y.shape[0]) - t).square().mean()), params, batch
         )
     with pytest.raises(fpipe.GradientMismatch, match="The gradient of w by the stages is off"):
         fpipe.verify(fpipe.program(model), model, stage_params, batch)

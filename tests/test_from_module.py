@@ -411,14 +411,6 @@ def branch_on_data(module: Any, x: Tensor) -> Tensor:
     return x if x.sum() > 0 else -x
 
 
-def differentiate_inside(module: Any, x: Tensor) -> Tensor:
-    return torch.func.grad(lambda y: y.tanh().sum())(x)
-
-
-def map_inside(module: Any, x: Tensor) -> Tensor:
-    return torch.vmap(torch.tanh)(x)
-
-
 def rebuild_module(module: Any, x: Tensor) -> Tensor:
     module.inner = nn.ReLU()
     return module.inner(x)
@@ -449,8 +441,6 @@ CHANGE = "Change the line below, or use from_loss with fpipe.boundary, or from_f
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (differentiate_inside, f"torch.autograd.grad or torch.func, which only from_functions can trace. {CHANGE}"),
-        (map_inside, "use operations on batches, as torch.einsum, or from_functions."),
         # As some of transformers are for short sequences.
         (rebuild_module, "Run it on the example once before. " + CHANGE),
         (draw_unkeyed, "draws from a generator of its own (rand), which is in no key; draw without it. " + CHANGE),

@@ -57,8 +57,8 @@ def from_module(
 
     Args:
         net: a module that `torch.export.export(strict=False)` takes, in the mode in which it is to run, or a program
-            that it made. `fpipe.boundary` in its forward is a cut too. A module in it whose Python looks at data, such
-            as a dropless mixture of experts, is one operation, and its stage runs under autograd; a warning names it.
+            that it made. `fpipe.boundary` in its forward is a cut too. A module in it whose Python no export
+            contains, such as a dropless mixture of experts, is one operation of its stage, and a warning names it.
             Where parameters are on meta, the net is traced there, and `load_params` and `init_params` give them values.
         stages: how many; the blocks that repeat, such as the layers of a ModuleList, are dealt out so that the most
             expensive stage costs as little as can be.

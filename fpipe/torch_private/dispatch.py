@@ -163,6 +163,37 @@ _MOVES_LOCK = threading.RLock()
 
 
 @contextmanager
+def intercept_functions(on_apply: Callable[[type, Any, Any], Any]) -> Generator[None]:
+    """Call `on_apply(function, args, kwargs)` in this thread in place of `apply` of each autograd.Function (2.13).
+
+    Those of torch and of fpipe are left alone, what `on_apply` applies itself, and where it returns NotImplemented. One
+    thread at a time may be in here, since each puts back the method that it found.
+    """
+    # Subclasses find `apply` in this class: it is a classmethod in Python, which no mode sees.
+    function_class: Any = torch.autograd.Function
+    original = vars(function_class)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        handler = None if cls.__module__.startswith(("torch.", "fpipe.")) else _ON_APPLY.value
+        if handler is not None:
+            with _ON_APPLY.set_to(None):
+                result = handler(cls, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return original.__func__(cls, *args, **kwargs)
+
+    with _MOVES_LOCK, _ON_APPLY.set_to(on_apply):
+        function_class.apply = classmethod(apply)
+        try:
+            yield
+        finally:
+            function_class.apply = original
+
+
+_ON_APPLY = ThreadFlag()
+
+
+@contextmanager
 def silence_fake_errors() -> Generator[None]:
     """Keep torch from logging errors of fake tensors in this thread, which are raised anyway (2.13: logger by module).
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def describe_settings() -> list[str]:
     flags = {"default dtype": torch.get_default_dtype(), "mha fastpath": torch.backends.mha.get_fastpath_enabled()}
     flags |= {"opt_einsum": torchs.einsum_is_optimised()} | {name: flag() for name, flag in torchs.FLAGS.items()}
     names = (f"fp32 precision of {' '.join(precision)}" for precision in torchs.PRECISIONS)
-    flags |= dict(zip(names, torchs.fp32_precisions(), strict=True)) | {"sdp priority": [*torchs.sdp_priority()]}
+    flags |= dict(zip(names, torchs.fp32_precisions(), strict=True)) | {SDP_PRIORITY: [*torchs.sdp_priority()]}
     return [f"{name} {value}" for name, value in flags.items()]
 
 
@@ -73,6 +74,28 @@ def kernel_settings() -> tuple[Any, ...]:
     return torch.get_num_threads(), *flags, *torchs.fp32_precisions(), *torchs.sdp_priority()
 
 
+def changed_settings(old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+    """Return the names of the settings in which two results of `kernel_settings` differ."""
+    precisions = (f"fp32 precision of {' '.join(precision)}" for precision in torchs.PRECISIONS)
+    names = chain(("number of threads", *torchs.FLAGS, *precisions), repeat(SDP_PRIORITY))
+    return [name for name, *values in zip(names, old, new, strict=False) if values[0] != values[1]]
+
+
+def attention_backends() -> list[int]:
+    """Return the kernels of attention that are enabled, as numbers of `SDPBackend`, the preferred one first."""
+    enabled = [number for name, number in ATTENTION_FLAGS.items() if name in torchs.FLAGS and torchs.FLAGS[name]()]
+    return [number for number in torchs.sdp_priority() if number in enabled]
+
+
+SDP_PRIORITY = "sdp priority"
+ATTENTION_FLAGS = {
+    "math_sdp_enabled": 0,
+    "flash_sdp_enabled": 1,
+    "mem_efficient_sdp_enabled": 2,
+    "cudnn_sdp_enabled": 3,
+    "overrideable_sdp_enabled": 4,
+}
+"""The number in `torch.nn.attention.SDPBackend` of the kernel that a flag enables."""
 AutocastSettings = tuple[tuple[str, torch.dtype, bool], ...]
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -179,13 +179,14 @@ def scaled_weight(weight: float, scale: float, dtype: torch.dtype) -> float:
 # Inspect the autograd graph behind results: whether a backward runs Python, and which leaves it reaches.
 
 
-def has_python_backward(results: Iterable[Any], custom_ops: bool = True) -> bool:
+def has_python_backward(results: Iterable[Any], custom_ops: bool = True, ignored: Collection[Any] = ()) -> bool:
     """Whether the backward of results runs Python: a custom autograd.Function, a module's hook or a custom op.
 
-    Functions of torch's own do not count, nor custom ops if `custom_ops` is False.
+    Functions of torch's own and ignored ones do not count, nor custom ops if `custom_ops` is False.
     """
     python_packages = ("torch.nn.modules._functions", *["torch._library"] * custom_ops)
-    modules = (str(getattr(function_behind(node), "__module__", "torch.")) for node in _backward_nodes(results))
+    functions = (function for node in _backward_nodes(results) if (function := function_behind(node)) not in ignored)
+    modules = (str(getattr(function, "__module__", "torch.")) for function in functions)
     return any(not module.startswith("torch.") or module.startswith(python_packages) for module in modules)
 
 

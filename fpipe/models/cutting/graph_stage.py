@@ -21,7 +21,7 @@ from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.marked_graph import draws_random
 from fpipe.models.exporting.net_graph import NetTensors
 from fpipe.models.exporting.node_contexts import Context, contexts_of, copy_nodes, restored_on_error
-from fpipe.models.exporting.opaque_modules import opaque_calls_of, rename_calls
+from fpipe.models.exporting.opaque_ops import opaque_calls_of, rename_calls
 from fpipe.models.parameters.load import ParamAddresses
 from fpipe.positional_stage import PositionalStage
 from fpipe.torch_private.fx import dump_graph, load_graph
@@ -243,7 +243,7 @@ class GraphStage(PositionalStage):
         self.names = tuple((name,) for name in (*self.reads, *unread))
         self.param_addresses = ParamAddresses({}, ())
         self.opaque = opaque_calls_of(graph.graph)
-        module_by_path = {call.path: call.module for call in self.opaque}
+        module_by_path = {path: module for call in self.opaque for path, module in call.module_by_path.items()}
         named_modules = (module.named_modules(prefix=prefix) for prefix, module in module_by_path.items())
         self.modules = [path_and_module for modules in named_modules for path_and_module in modules]
 
@@ -295,7 +295,7 @@ class GraphStage(PositionalStage):
     @cached_property
     def pieces(self) -> list[GraphPiece]:
         """Its blocks and the operations between them; none if it has module state, or runs Python."""
-        if self.state_names or self.opaque:
+        if self.state_names or self.modules:
             return []
         labels = ["params" if name in self.tensors.param_names else "const" for name in self.read_names]
         labels += ["x"] * len(self.leaf_places)

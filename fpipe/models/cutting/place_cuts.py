@@ -27,7 +27,7 @@ from fpipe.models.exporting.module_calls import (
     module_calls_of,
     split_into_blocks,
 )
-from fpipe.models.exporting.opaque_modules import OPAQUE, opaque_call_of
+from fpipe.models.exporting.opaque_ops import OPAQUE, opaque_call_of
 from fpipe.program import Op
 from fpipe.timing.balance import balance
 from fpipe.timing.costs import Costs

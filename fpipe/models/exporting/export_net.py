@@ -27,6 +27,7 @@ from fpipe.meaning.purity.fingerprint import refuse_unsupported_net
 from fpipe.meaning.purity.outputs import with_rows_named
 from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
 from fpipe.models.exporting.net_graph import OnlyTraceable, without_checkpoints
+from fpipe.models.exporting.opaque_ops import CALLS_KEY
 from fpipe.models.exporting.sharded_net import replace_by_whole_tensors
 from fpipe.models.exporting.source_locations import location_of_caller, location_of_error, record_locations
 from fpipe.program import building
@@ -63,13 +64,13 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             record_locations(),
             without_checkpoints(),
             replace_by_whole_tensors(net) as trace,
-            _moved_to_meta(net) as is_on_meta,
+            moved_to_meta(net) as is_on_meta,
         ):
             if is_on_meta:
-                args, kwargs = tree.tree_map(_without_data, (args, kwargs))
+                args, kwargs = tree.tree_map(tensor_without_data, (args, kwargs))
             # torch.export reads the signature of `forward`, which partial() would hide.
             forward: Any = partial(trace.run, net.forward) if trace else net.forward
-            forward = partial(_call_and_write_back, net, forward, only_traceable.inspect_results)
+            forward = partial(_call_and_write_back, net, forward, only_traceable.run)
             forward.__signature__ = signature
             net.forward = forward
             # Pauses the garbage collector, which would take a third of the time of these imports.
@@ -88,18 +89,19 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     finally:
         attributes.restore()
     only_traceable.warn(5)
+    exported.graph_module.meta[CALLS_KEY] = only_traceable.calls
     return exported
 
 
 @contextmanager
-def _moved_to_meta(net: nn.Module) -> Generator[bool]:
+def moved_to_meta(net: nn.Module) -> Generator[bool]:
     """Move all tensors of a net to meta, and create new ones there, if a parameter is on meta; yield whether one is."""
     is_on_meta = any(parameter.is_meta for parameter in net.parameters())
     dicts: list[Any] = [holder for module in net.modules() for holder in (*direct_members(module)[:2], vars(module))]
     slots = [(holder, name, x) for holder in dicts for name, x in holder.items() if isinstance(x, Tensor)]
     slots = [(holder, name, tensor) for holder, name, tensor in slots if is_on_meta and not tensor.is_meta]
     # By id, so that tied parameters stay one tensor.
-    meta_by_id = {id(tensor): _without_data(tensor) for _, _, tensor in slots}
+    meta_by_id = {id(tensor): tensor_without_data(tensor) for _, _, tensor in slots}
     try:
         for holder, name, tensor in slots:
             holder[name] = meta_by_id[id(tensor)]
@@ -110,20 +112,21 @@ def _moved_to_meta(net: nn.Module) -> Generator[bool]:
             holder[name] = tensor
 
 
-def _without_data(leaf: Any) -> Any:
+def tensor_without_data(leaf: Any) -> Any:
+    """Return a tensor or parameter like this one on meta; other leaves unchanged."""
     if isinstance(leaf, nn.Parameter):
         return nn.Parameter(leaf.detach().to("meta"), leaf.requires_grad)
     return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _call_and_write_back(
-    net: nn.Module, forward: Callable[..., Any], inspect_results: Callable[[Any], Any], *args: Any, **kwargs: Any
+    net: nn.Module, forward: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call a net, and copy tensors that it assigned to buffers into the old buffers."""
     # torch.export records writes into a buffer, but loses an assignment to a buffer of an inner module.
     buffer_dicts = [direct_members(module).buffers for module in net.modules()]
     old_buffers = [(buffers, name, buffer) for buffers in buffer_dicts for name, buffer in buffers.items()]
-    output = inspect_results(forward(*args, **kwargs))
+    output = run(forward, *args, **kwargs)
     for buffers, name, old in old_buffers:
         new = buffers.get(name)
         if new is not old and isinstance(new, Tensor) and isinstance(old, Tensor) and new.shape == old.shape:

@@ -9,7 +9,7 @@ the old value, so that the write falls into the stage that computes it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import getitem
 from types import SimpleNamespace
@@ -22,8 +22,17 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
+from fpipe.meaning.purity.ambient import (
+    ATTENTION_FLAGS,
+    SDP_PRIORITY,
+    attention_backends,
+    changed_settings,
+    kernel_settings,
+)
 from fpipe.meaning.purity.outputs import has_python_backward
 from fpipe.meaning.purity.write_guard import mutated_nodes
+from fpipe.models.exporting.node_contexts import keep_attention_backends, note_attention_backends
+from fpipe.models.exporting.opaque_ops import FunctionCall, apply_as_ops
 from fpipe.models.exporting.source_locations import location_of, was_traced_with_grad
 from fpipe.torch_private import dispatch
 from fpipe.torch_private.fx import (
@@ -38,38 +47,64 @@ from fpipe.torch_private.fx import (
 )
 
 
-class OnlyTraceable(TorchFunctionMode):
-    """Raises ValueError for operations that a trace above autograd cannot contain.
-
-    These are random numbers from a generator, hooks of gradients, inference mode, and derivatives that the function
-    takes itself, where the tracer does not see their ops.
+class OutsideTrace(ValueError):
+    """Python in a module that a trace above autograd cannot contain, and that its stage can run.
 
     Attributes:
-        in_python: whether Python code computes a gradient of a result of the function.
+        deed: what the module does, such as "calls torch.vmap".
+        path, location: the path of the module and the line, if the error does not come out of its call.
+    """
+
+    def __init__(self, subject: str, deed: str, advice: str, path: str = "", location: str = "") -> None:
+        super().__init__(f"{subject} {deed}{advice}{location}")
+        self.deed, self.path, self.location = deed, path, location
+
+
+class OnlyTraceable(TorchFunctionMode):
+    """Raises ValueError for operations that a trace above autograd cannot contain, and notes the kernels of attention.
+
+    These are random numbers from a generator, hooks of gradients, inference mode, flags of kernels, and derivatives
+    that the function takes itself, where the tracer does not see their ops.
+
+    Attributes:
+        in_python: whether Python code computes a gradient of a result of the function, and is no op of the trace.
+        calls: the custom autograd.Functions that are ops of the trace, which the owner of the graph has to keep alive.
     """
 
     def __init__(self, who: str, derivatives: bool) -> None:
         super().__init__()
         self.who, self.derivatives, self.in_python = who, derivatives, False
+        self.settings: tuple[Any, ...] | None = None
+        self.calls = list[FunctionCall]()
 
-    def inspect_results(self, results: Any) -> Any:
-        """Record whether Python code computes a gradient of these results, and return them."""
-        self.in_python |= has_python_backward(tree.leaves(results), custom_ops=False)
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and record whether Python code computes a gradient of its results."""
+        # Only now, and not after: torch.export sets flags of its own around the call.
+        self.settings = kernel_settings()
+        with apply_as_ops(self.calls):
+            results = function(*args, **kwargs)
+        self.settings = None
+        functions = {call.function for call in self.calls}
+        self.in_python |= has_python_backward(tree.leaves(results), custom_ops=False, ignored=functions)
         return results
 
     def warn(self, stacklevel: int) -> None:
         """Warn of a gradient in Python, which the trace does not contain."""
         if self.in_python:
             warnings.warn(
-                f"{self.who} computes a gradient in Python (a custom autograd.Function, or a hook of a module), and a "
-                "trace above autograd has only its forward, which stages differentiate. Compare gradients by "
+                f"{self.who} computes a gradient in Python (a hook of a module, or a Function that takes a size), and "
+                "a trace above autograd has only its forward, which stages differentiate. Compare gradients by "
                 "fpipe.verify, or use from_sequential or from_functions.",
                 stacklevel=stacklevel,
             )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.grad and not self.derivatives:
-            raise ValueError(f"{self.who} calls torch.autograd.grad or torch.func, which only from_functions can trace")
+            raise OutsideTrace(
+                self.who, "calls torch.autograd.grad or torch.func", ", which only from_functions can trace"
+            )
+        if self.settings is not None and (settings := kernel_settings()) != self.settings:
+            self._note_attention(changed_settings(self.settings, settings))
         if func is Tensor.register_hook or torch.is_inference_mode_enabled():
             raise ValueError(
                 f"{self.who} registers a gradient hook or uses inference_mode, which no trace captures. Use no_grad "
@@ -84,6 +119,13 @@ class OnlyTraceable(TorchFunctionMode):
         if func is torch.tensor and _device(kwargs or {}).type == "meta":
             return func(*args, **{**(kwargs or {}), "device": "cpu"}).to("meta")
         return func(*args, **(kwargs or {}))
+
+    def _note_attention(self, changed_names: Sequence[str]) -> None:
+        """Note in the node of this call which kernels of attention are enabled; refuse other changed flags."""
+        for name in changed_names:
+            if name not in ATTENTION_FLAGS and name != SDP_PRIORITY:
+                raise ValueError(f"{self.who} sets {name} as it runs, which no trace keeps. Set it around the step")
+        note_attention_backends(attention_backends())
 
 
 def _device(kwargs: Mapping[str, Any]) -> torch.device:
@@ -204,8 +246,19 @@ def _constant_tensor(net: nn.Module | ExportedProgram, name: str, constants: Map
     return attribute_value if constants[name].is_meta and isinstance(attribute_value, Tensor) else constants[name]
 
 
+def refuse_vmap(exported: ExportedProgram) -> None:
+    """Raise OutsideTrace if an exported graph reads what torch.vmap computes."""
+    graphs = [part.graph for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    nodes = (node for graph in graphs for node in graph.nodes)
+    for vmapped in (user for node in nodes if is_of_vmap(node) for user in node.users if not is_of_vmap(user)):
+        paths = [path for path, _ in (vmapped.meta.get("nn_module_stack") or {}).values()]
+        advice = ", which cannot be cut; use operations on batches, as torch.einsum, or from_functions."
+        raise OutsideTrace("the net", "calls torch.vmap", advice, paths[-1] if paths else "", location_of(vmapped))
+
+
 def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:
     """Return the flat graph of an exported program; ValueError if it takes non-tensor objects or mutates inputs."""
+    refuse_vmap(exported)
     flat_graph, placeholder_by_name, input_nodes = _FlatGraph(exported), dict[str, fx.Node](), list[fx.Node]()
     for node, spec in zip(flat_graph.placeholders, exported.graph_signature.input_specs, strict=True):
         name = tensors.canonical_names.get(spec.target or "", spec.target or "")
@@ -255,6 +308,7 @@ class _FlatGraph:
         copy_by_node = {node: self.graph.node_copy(node) for node in source.graph.find_nodes(op="placeholder")}
         self.placeholders = [*copy_by_node.values()]
         outputs = self._copy_nodes(source, copy_by_node)
+        keep_attention_backends(self.graph)
         signature = exported.graph_signature
         by_target = {spec.target: node for spec, node in zip(signature.input_specs, self.placeholders, strict=True)}
         self.results: list[Any] = []
@@ -283,12 +337,7 @@ class _FlatGraph:
             elif node.target in GRAPH_CALLS:
                 copy_by_node[node] = self._inline_call(node, [copy_by_node.get(x, x) for x in node.args])
             elif is_of_vmap(node):
-                vmapped = next((argument for argument in node.users if not is_of_vmap(argument)), None)
-                if vmapped is not None:
-                    raise ValueError(
-                        "the net calls torch.vmap, which cannot be cut; use operations on batches, as torch.einsum, "
-                        f"or from_functions.{location_of(vmapped)}"
-                    )
+                continue  # `refuse_vmap`: nobody reads what it computes
             # The results of an inlined graph are a tuple of nodes, which needs no getitem in the copy.
             elif node.target is getitem and isinstance(copy_by_node[node.args[0]], tuple | list):
                 copy_by_node[node] = copy_by_node[node.args[0]][node.args[1]]

@@ -7,13 +7,16 @@ A context that spans a cut is entered and left again in each stage: a stage begi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.traceback import get_current_meta
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from fpipe.torch_private.fx import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
 
@@ -89,6 +92,40 @@ def copy_nodes(
             current = switch(contexts.get(node, current))
             copy_by_node[node] = graph.node_copy(node, copy_of)
     switch(OUTSIDE)
+
+
+_LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, int[] backends) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def _attend(*args: Any, backends: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    with sdpa_kernel([*map(SDPBackend, backends)], set_priority=True):
+        return scaled_dot_product_attention(*args, **kwargs)
+
+
+_LIBRARY.impl("attention", _attend, "CompositeImplicitAutograd")
+_ATTENTION: Any = torch.ops.fpipe.attention.default
+_BACKENDS_KEY = "fpipe_attention"
+
+
+def note_attention_backends(backends: Sequence[int]) -> None:
+    """Note the enabled kernels of attention, as numbers of `SDPBackend`, in the nodes of the current call of torch."""
+    get_current_meta().setdefault("custom", {})[_BACKENDS_KEY] = [*backends]
+
+
+def keep_attention_backends(graph: fx.Graph) -> None:
+    """Let each attention enable the kernels that were enabled where it was traced, inside `sdpa_kernel`.
+
+    with sdpa_kernel(MATH): scaled_dot_product_attention(q, k, v)     -->     attention(q, k, v, backends=[MATH])
+    """
+    for node in graph.nodes:
+        backends = node.meta.get("custom", {}).get(_BACKENDS_KEY)
+        if backends is not None and node.target is torch.ops.aten.scaled_dot_product_attention.default:
+            node.target, node.kwargs = _ATTENTION, {**node.kwargs, "backends": backends}
 
 
 @contextmanager

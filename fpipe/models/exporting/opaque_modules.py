@@ -1,10 +1,10 @@
-"""Export a net in which modules that look at data are one op each, whose Python runs in every step.
+"""Export a net in which modules that no graph contains are one op each, whose Python runs in its stage.
 
 h.1.norm  h.1.mlp: if len(rows) == 0: ..  h.2        -->        h.1.norm  OPAQUE(h.1.mlp)  h.2
 
-A module whose Python looks at data ends an export. It then runs once on the example, and the export is repeated with an
-op in its place, which reads its inputs and its own tensors. Outside the export this op calls the module, so its stage
-runs under autograd, as any stage that cannot be traced. If the sizes of its inputs depend on data, its caller is taken.
+A module whose Python looks at data, takes a derivative or calls an op that torch does not export ends an export. It
+then runs once on the example, and the export is repeated with an op in its place, which reads its inputs and its own
+tensors. Outside the export this op calls the module. If the sizes of its inputs depend on data, its caller is taken.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
-from uuid import uuid4
-from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,13 +24,18 @@ from fpipe import tree
 from fpipe.graphs.tracing.marks import KEY
 from fpipe.meaning.purity.attributes import AttributeSnapshot
 from fpipe.meaning.purity.fingerprint import StepChanged
-from fpipe.models.exporting.export_net import double_single_rows, export_net
+from fpipe.models.exporting.export_net import double_single_rows, export_net, moved_to_meta, tensor_without_data
 from fpipe.models.exporting.module_calls import NetFunction
+from fpipe.models.exporting.net_graph import OutsideTrace, refuse_vmap
+from fpipe.models.exporting.opaque_ops import (
+    OPAQUE,
+    Call,
+    as_meta_leaves,
+    register_call,
+    with_tensors,
+)
 from fpipe.models.exporting.source_locations import location_of_error, modules_called_in
 from fpipe.torch_private.fx import depends_on_data, example_number, is_data_dependence
-
-_LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
-_LIBRARY.define("opaque(Tensor[] given, Tensor[] held, str name) -> Tensor[]")
 
 
 class OpaqueCall:
@@ -41,18 +44,16 @@ class OpaqueCall:
     Arguments that are no tensors are the same in each step.
     """
 
-    def __init__(self, path: str, module: nn.Module, args: Any, results: Any, flops: int) -> None:
-        self.path, self.module, self.flops, self.exporting = path, module, flops, False
+    def __init__(self, path: str, module: nn.Module, args: Any, results: Any) -> None:
+        self.path, self.module, self.flops, self.exporting = path, module, 0, False
         self.names = [*_tensors_of(module)]
-        (self.args, self.spec), (self.example_results, self.result_spec) = map(_without_data, (args, results))
-        self.name = ""
-        self.register()
+        (self.args, self.spec), (self.example_results, self.result_spec) = map(as_meta_leaves, (args, results))
+        self.name = register_call(self, path)
 
-    def register(self) -> None:
-        """Register this call under a new name, by which its op finds it."""
-        # Unique, so that a copy of a stage finds its own copy of the module.
-        self.name = f"{self.path} {uuid4()}"
-        _CALL_BY_NAME[self.name] = self
+    @property
+    def module_by_path(self) -> dict[str, nn.Module]:
+        """The module that it calls."""
+        return {self.path: self.module}
 
     def call_as_op(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op in place of the module's forward, while the net is exported."""
@@ -69,7 +70,11 @@ class OpaqueCall:
         ):
             raise NotTensorFunction(self.path)
         tensors = iter(OPAQUE(input_tensors, [*_tensors_of(self.module).values()], self.name))
-        return _with_tensors(self.example_results, self.result_spec, tensors)
+        return with_tensors(self.example_results, self.result_spec, tensors)
+
+    def results(self, operands: Sequence[Tensor], module_tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run the module; during the export, return empty tensors."""
+        return self.empty_results(operands) if self.exporting else self.run(operands, module_tensors)
 
     def empty_results(self, input_tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return empty tensors like the results on the example, with the symbolic sizes of these inputs."""
@@ -82,7 +87,7 @@ class OpaqueCall:
 
     def run(self, input_tensors: Sequence[Tensor], module_tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the module on input tensors, with these tensors as its parameters and buffers."""
-        args, kwargs = _with_tensors(self.args, self.spec, iter(input_tensors))
+        args, kwargs = with_tensors(self.args, self.spec, iter(input_tensors))
         tensor_by_name = dict(zip(self.names, module_tensors, strict=True))
         results, spec = tree.flatten(torch.func.functional_call(self.module, tensor_by_name, args, kwargs))
         self._refuse_other_results(results, spec, input_tensors)
@@ -105,112 +110,119 @@ class NotTensorFunction(Exception):
     """A module that is no function of tensors whose shapes are known at the export."""
 
 
-_CALL_BY_NAME: WeakValueDictionary[str, OpaqueCall] = WeakValueDictionary()
-"""Calls by the name in their op. Weak: a call lives as long as a stage that runs it."""
-
-
-def _run_opaque(input_tensors: list[Tensor], module_tensors: list[Tensor], name: str) -> list[Tensor]:
-    call = _CALL_BY_NAME[name]
-    return call.empty_results(input_tensors) if call.exporting else call.run(input_tensors, module_tensors)
-
-
-_LIBRARY.impl("opaque", _run_opaque, "CompositeImplicitAutograd")
-OPAQUE: Any = torch.ops.fpipe.opaque.default
-"""The op that stands for a module in a graph."""
-
-
-def opaque_call_of(node: fx.Node) -> OpaqueCall:
-    """Return the call that a node stands for."""
-    return _CALL_BY_NAME[str(node.args[2])]
-
-
-def opaque_calls_of(graph: fx.Graph) -> list[OpaqueCall]:
-    """Return the opaque calls in a graph, which the owner of the graph has to keep alive."""
-    return [opaque_call_of(node) for node in graph.find_nodes(op="call_function", target=OPAQUE)]
-
-
-def rename_calls(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
-    """Let the ops of a copied graph find the copies of their calls."""
-    for node, call in zip(module.graph.find_nodes(op="call_function", target=OPAQUE), calls, strict=True):
-        call.register()
-        node.args = (*node.args[:2], call.name)
-    module.recompile()
-
-
 class Exported(NamedTuple):
     """An exported program, its opaque calls, and for each module the reason why it is one."""
 
     program: ExportedProgram
-    calls: Sequence[OpaqueCall] = ()
+    calls: Sequence[Call] = ()
     explanations: Sequence[str] = ()
 
 
+class _Reason(NamedTuple):
+    """Why a module is one op: what its Python does, where, and the error that ended the export."""
+
+    deed: str
+    location: str
+    error: ValueError
+
+
 def export_with_opaque_modules(net: nn.Module, inputs: Any) -> Exported:
-    """Export a module, with an op for each inner module whose Python looks at data.
+    """Export a module, with an op for each inner module whose Python no export contains.
 
     Raises:
         ValueError: torch cannot export it even so; why, and in which line.
     """
     inputs, named_modules = double_single_rows(inputs), [*net.named_modules()]
-    first_error, location_by_path = None, dict[str, str]()
+    reason_by_path = dict[str, _Reason]()
     # Each round takes one more module out of the graph: the innermost one that was running when the export failed. An
     # outer module that is taken replaces those inside it, so this ends at the net itself.
     while True:
-        calls = _record_calls(net, inputs, location_by_path) if location_by_path else []
         try:
+            calls = _record_calls(net, inputs, reason_by_path) if reason_by_path else []
             with _replace_forwards(calls):
                 exported = export_net(net, inputs)
+            refuse_vmap(exported)
         except ValueError as error:
-            first_error, cause = first_error or error, error.__cause__ or error
-            needs_data = isinstance(cause, NotTensorFunction) or is_data_dependence(cause)
-            callers = [
-                path for path, _ in modules_called_in(cause, named_modules) if path and path not in location_by_path
-            ]
-            if not needs_data or not callers:
+            cause = error.__cause__ or error
+            running = [path for path, _ in modules_called_in(cause, named_modules)]
+            running = [cause.path] if isinstance(cause, OutsideTrace) and cause.path else running
+            callers = [path for path in running if path and path not in reason_by_path]
+            # The error of a module inside is the one to show where its caller cannot be one op either.
+            inside = [reason for path, reason in reason_by_path.items() if not callers or path.startswith(callers[-1])]
+            first_error = inside[-1].error if isinstance(cause, NotTensorFunction) and inside else error
+            deed = _deed_of(cause)
+            if not deed or not callers:
                 raise first_error from first_error.__cause__
-            path = callers[-1]
-            if any(leaf.is_meta for leaf in (*tree.leaves(inputs), *net.parameters()) if isinstance(leaf, Tensor)):
+            path, is_data = callers[-1], deed == _LOOKS_AT_DATA
+            tensors = [leaf for leaf in (*tree.leaves(inputs), *net.parameters()) if isinstance(leaf, Tensor)]
+            if is_data and any(leaf.is_meta for leaf in tensors):
                 raise ValueError(
                     f"{first_error}\nThe Python of {path!r} looks at data, which tensors on meta lack: cut the net "
                     "with values."
                 ) from first_error.__cause__
-            location = next(
-                (location for inner_path, location in location_by_path.items() if inner_path.startswith(f"{path}.")), ""
-            )
-            location_by_path = {
-                other_path: location
-                for other_path, location in location_by_path.items()
-                if not other_path.startswith(f"{path}.")
-            }
-            location_by_path[path] = location or location_of_error(cause, named_modules)
+            inside = [reason for inner_path, reason in reason_by_path.items() if inner_path.startswith(f"{path}.")]
+            location = getattr(cause, "location", "") or location_of_error(cause, named_modules)
+            reason = inside[0] if inside else _Reason(deed, location, error)
+            outside = {key: old for key, old in reason_by_path.items() if not key.startswith(f"{path}.")}
+            reason_by_path = {**outside, path: reason}
             continue
-        consequence = "looks at data, so it is one operation of its stage, which runs under autograd"
-        notes = [f"The Python of {path!r} {consequence}.{location}" for path, location in location_by_path.items()]
+        notes = [
+            f"The Python of {path!r} {reason.deed}, so it is one operation of its stage.{reason.location}"
+            for path, reason in reason_by_path.items()
+        ]
         return Exported(exported, calls, notes)
+
+
+_LOOKS_AT_DATA = "looks at data"
+
+
+def _deed_of(cause: BaseException) -> str:
+    """Describe the deed of a module that ended an export; empty if no op of a stage could do it either."""
+    if isinstance(cause, NotTensorFunction) or is_data_dependence(cause):
+        return _LOOKS_AT_DATA
+    if isinstance(cause, OutsideTrace):
+        return cause.deed
+    # Errors of torch that are no refusals of fpipe, which are ValueErrors. The net then has to run on its example.
+    if isinstance(cause, RuntimeError | NotImplementedError | TypeError | AssertionError):
+        line = next((line.strip() for line in str(cause).splitlines() if line.strip()), "").rstrip(".")
+        return f"is not exported ({type(cause).__name__}: {line})"
+    return ""
 
 
 def _record_calls(net: nn.Module, inputs: Any, paths: Iterable[str]) -> list[OpaqueCall]:
     """Run the net once on its inputs, and return the calls of these modules, with their flops."""
-    records = list[tuple[str, nn.Module, Any, Any]]()
+    records = list[OpaqueCall]()
 
+    # Now, and not after the run: a caller may change the containers that it was handed.
     def record(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        records.append((path, module, (args, kwargs), output))
+        records.append(OpaqueCall(path, module, (args, kwargs), output))
 
-    params = {name: parameter.detach() for name, parameter in net.named_parameters()}
-    attributes = AttributeSnapshot([*net.named_modules()], with_containers=True)
-    with ExitStack() as stack, torch.no_grad(), FlopCounterMode(display=False) as counter:
-        for path in paths:
-            module = net.get_submodule(path)
-            stack.callback(module.register_forward_hook(partial(record, path), with_kwargs=True).remove)
-        stack.callback(attributes.restore)
-        NetFunction(net, lambda output, _: output, ())(params, (inputs, None), KEY, 0)
+    def run(*contexts: Any) -> None:
+        records.clear()
+        with ExitStack() as stack:
+            for path in paths:
+                module = net.get_submodule(path)
+                stack.callback(module.register_forward_hook(partial(record, path), with_kwargs=True).remove)
+            stack.callback(AttributeSnapshot([*net.named_modules()], with_containers=True).restore)
+            params = {name: parameter.detach() for name, parameter in net.named_parameters()}
+            batch: Any = inputs, None
+            if stack.enter_context(moved_to_meta(net)):
+                params, batch = tree.tree_map(tensor_without_data, (params, batch))
+            for context in (torch.no_grad(), *contexts):
+                stack.enter_context(context)
+            NetFunction(net, lambda output, _: output, ())(params, batch, KEY, 0)
+
+    counter = FlopCounterMode(display=False)
+    try:
+        run(counter)
+    except Exception:  # it knows no higher-order ops, and no derivatives inside: without it there are no numbers
+        run()
     counts, root = counter.get_flop_counts(), type(net).__name__
     # FlopCounterMode counts by path: divide by the calls of the module.
-    recorded_paths = [path for path, _, _, _ in records]
-    flops = {
-        path: sum(counts.get(f"{root}.{path}", {}).values()) // recorded_paths.count(path) for path in recorded_paths
-    }
-    return [OpaqueCall(path, module, args, output, flops[path]) for path, module, args, output in records]
+    paths_called = [call.path for call in records]
+    for call in records:
+        call.flops = sum(counts.get(f"{root}.{call.path}", {}).values()) // paths_called.count(call.path)
+    return records
 
 
 @contextmanager
@@ -250,16 +262,6 @@ def _matches_example(sizes: set[tuple[int, int]], leaf: Any, example: Any) -> bo
 
 def _describe(leaves: Sequence[Any]) -> str:
     return ", ".join(f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in leaves) or "nothing"
-
-
-def _without_data(values: Any) -> tuple[list[Any], tree.Spec]:
-    leaves, spec = tree.flatten(values)
-    return [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-
-
-def _with_tensors(leaves: Iterable[Any], spec: tree.Spec, tensors: Iterator[Tensor]) -> Any:
-    """Unflatten leaves, with these tensors in place of those without data."""
-    return tree.unflatten(spec, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def _symbolic_size(size: int, dim: int, ndim: int, input_tensors: Sequence[Tensor]) -> Any:

@@ -23,6 +23,8 @@ from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.keys import with_seed
 from fpipe.meaning.purity.outputs import symbols_in, with_rows_named
 from fpipe.models.exporting.net_graph import NetGraph, OnlyTraceable, make_literals_pure, without_checkpoints
+from fpipe.models.exporting.node_contexts import keep_attention_backends
+from fpipe.models.exporting.opaque_ops import CALLS_KEY
 from fpipe.models.exporting.source_locations import location_of, location_of_error, record_locations
 from fpipe.torch_internals import is_fake
 from fpipe.torch_private.fx import (
@@ -80,7 +82,7 @@ def trace_loss(
         proxies = iter(tensors)
         args = tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves])
         with only_traceable, record_locations(modules, called_modules), without_checkpoints():
-            return only_traceable.inspect_results(loss_fn(*args))
+            return only_traceable.run(loss_fn, *args)
 
     error_notes = _explain_errors(fake_args[1], modules)
     with (
@@ -94,7 +96,9 @@ def trace_loss(
         module = trace_above_autograd(run_flat, tensors)
     # 3. Refuse a graph that is not the function: with foreign fake tensors, or a fixed number of rows.
     only_traceable.warn(4)
+    module.meta[CALLS_KEY] = only_traceable.calls
     make_literals_pure(module.graph)
+    keep_attention_backends(module.graph)
     _refuse_untraced(module)
     # One leaf may have so many rows for another reason, as a mask of the sequence's length that goes whole to each.
     sizes = [leaf.shape[0] for leaf in tree.leaves(fake_args[1]) if isinstance(leaf, Tensor) and leaf.ndim]

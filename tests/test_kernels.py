@@ -1,0 +1,60 @@
+"""Every kernel of `tests.kernels` through two front doors, against plain autograd and against its row of the page."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fpipe
+from docs.kernels import PAGE, row_of
+from property_tests.bits import is_same_gradient
+from tests.kernels import KERNELS, LENGTH, WIDTH, causal_attention
+from tests.toys import Toy
+
+ROWS = {line.split(" | ")[0].removeprefix("| "): f"{line}\n" for line in PAGE.read_text().splitlines()}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_runs_as_its_row_says(name: str) -> None:
+    assert row_of(name) == ROWS[name], "run `make kernels-page`"
+
+
+def test_no_row_has_other_bits() -> None:
+    assert "other bits" not in PAGE.read_text()
+
+
+def run_under_math(module: Any, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        for block in module.blocks:
+            x = block(x)
+    return x
+
+
+def test_sdpa_kernel_around_blocks_is_kept() -> None:
+    """Used to be lost: stages ran another kernel, with other bits and without a word."""
+    torch.manual_seed(0)
+    blocks = [Toy(causal_attention, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    net, batch = Toy(run_under_math, blocks=nn.ModuleList(blocks)), (torch.randn(4, LENGTH, WIDTH),) * 2
+    model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    result = fpipe.build(fpipe.program(model), model)(params, batch)
+    F.mse_loss(net(batch[0]), batch[1]).backward()
+    grads = fpipe.join_params(model, result.grads)
+    assert all(is_same_gradient(grads[name], param.grad) for name, param in net.named_parameters())
+
+
+def set_flag(module: Any, x: Tensor) -> Tensor:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return module.inner(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_another_flag_of_kernels_is_refused_by_name() -> None:
+    net = nn.Sequential(Toy(set_flag, inner=nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    batch = (torch.randn(4, WIDTH),) * 2
+    with pytest.raises(ValueError, match="the net sets deterministic_algorithms as it runs, which no trace keeps"):
+        fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
