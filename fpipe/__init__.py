@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from fpipe.meaning.optimizers.rules import register_update
     from fpipe.meaning.purity.fingerprint import StepChanged
     from fpipe.meaning.purity.keys import fold_in
+    from fpipe.meaning.single_device.pack import pack
+    from fpipe.meaning.single_device.pad import pad
     from fpipe.meaning.single_device.reference import reference
     from fpipe.meaning.single_device.result import Result
     from fpipe.meaning.step import Step
@@ -137,6 +139,8 @@ _LAZY_NAMES = {
     "meaning.purity.fingerprint": ("StepChanged",),
     "meaning.step": ("Step",),
     "measuring.profile": ("estimate", "profile"),
+    "meaning.single_device.pack": ("pack",),
+    "meaning.single_device.pad": ("pad",),
     "meaning.single_device.reference": ("reference",),
     "runtimes.faults.fault_store": ("RankError",),
     "meaning.single_device.result": ("Result",),
@@ -229,6 +233,8 @@ __all__ = [
     "merge_backward",
     "offload",
     "optimizer_state",
+    "pack",
+    "pad",
     "pair",
     "per_example",
     "place",

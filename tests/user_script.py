@@ -139,6 +139,13 @@ def train_two_steps(program: fpipe.Program, model: fpipe.Model, params: Sequence
     return result.loss.item()
 
 
+def train_on_documents(model: fpipe.Model, params: Sequence[Params], rows: Sequence[Batch]) -> float:
+    step: fpipe.Step = fpipe.build(lambda count: fpipe.split(count, presplit=True)(fpipe.program(model)), model)
+    microbatches, mask, waste = fpipe.pad(fpipe.pack(rows, tokens=4096, multiple=2), to=2**0.5)
+    print(waste, len(mask))
+    return step(params, microbatches).loss.item()
+
+
 def by_torch_optim(step: fpipe.Step, params: Sequence[Params], batch: Batch, mesh: DeviceMesh) -> float:
     result = step(params, batch)
     grads, norm = fpipe.clip_grads(fpipe.add_grads(result.grads, result.grads), 1.0, mesh=mesh)

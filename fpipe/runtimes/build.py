@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +16,7 @@ from fpipe.meaning.devices import check_devices
 from fpipe.meaning.inputs_and_results import check_example, check_match, refuse_meta_constants
 from fpipe.meaning.optimizers.optimizer_state import find_update
 from fpipe.meaning.step import Step, StepOptions, check_autocast_dtype, post_validated, under_autocast
+from fpipe.meaning.step_by_count import ProgramOfCount, build_by_count, count_microbatches
 from fpipe.meaning.walk import walk
 from fpipe.model import Model, in_current_mode
 from fpipe.program import Program, Value, require_program
@@ -25,11 +27,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fpipe.runtimes.audit.audits import AuditSchedule
+    from fpipe.runtimes.in_process.threads import Workers
     from fpipe.runtimes.processes.distributed import CheckBatch
 
 
 def build(
-    program: Program,
+    program: Program | ProgramOfCount,
     model: Model,
     *,
     runtime: Literal["local", "threads", "distributed"] = "local",
@@ -53,7 +56,9 @@ def build(
     """Build a pure step from a program and a model.
 
     Args:
-        program: what to do, in which order.
+        program: what to do, in which order; or a function of the number of microbatches that returns a program, such
+            as `lambda m: chain(split(m, presplit=True), ..)(program(model))`. A step then takes a list of any length,
+            and each number's program is built at its first call.
         model: the stages it is about.
         runtime: "local" runs the program in this process, one op after the other; "threads" in a thread for each rank,
             each with as many intra-op threads as the caller has, so `torch.set_num_threads(cores // ranks)` is a good
@@ -140,9 +145,11 @@ def build(
     is_timeout_valid = timeout is None or (isinstance(timeout, int | float) and timeout > 0)  # pyright: ignore[reportUnnecessaryIsInstance]
 
     model = in_current_mode(model)
+    make_program = None if isinstance(program, Program) or not callable(program) else program
+    example_count = 0 if make_program is None or example is None else count_microbatches(example[1])
 
     # 1. Check the arguments. In processes this runs inside of the runtime, which reports an error to the other ranks.
-    def check_arguments() -> Any:
+    def check_arguments(program: Program) -> Any:
         switches = {"compile": compile, "trace": trace, "record": record, "check_finite": check_finite}
         for switch, setting in (
             switches | {"broadcast": broadcast, "donate": donate, "hoist": hoist, "graph": graph}
@@ -197,25 +204,43 @@ def build(
         process_options = ProcessOptions(mesh, example, timeout if is_timeout_valid else None, broadcast, check_batch)
 
         def build_step(program: Program, donate: bool) -> Step:
-            return build_rank_step(program, model, check_arguments, replace(options, donate=donate), process_options)
+            check = partial(check_arguments, program)
+            return build_rank_step(program, model, check, replace(options, donate=donate), process_options)
 
     else:
-        example = check_arguments()
-        rank_devices = () if devices is None else check_devices(devices, program.ranks)
+        # Before autocast is on, where torch would warn of it.
+        check_autocast_dtype(autocast)
+
+        @cache
+        def workers_of(ranks: int) -> Workers:
+            from fpipe.runtimes.in_process.threads import Workers
+
+            return Workers(ranks)
 
         def build_step(program: Program, donate: bool) -> Step:
+            step_example = check_arguments(program)
+            if make_program is not None and program.microbatches != example_count:
+                step_example = None
+            rank_devices = () if devices is None else check_devices(devices, program.ranks)
             if not trace:
                 # A timeline shows transfers too.
                 transferred = with_transfers(program) if record else program
                 return walk(transferred, model, options, recorded=program if record else None)
             from fpipe.runtimes.in_process.local import build_local_step
-            from fpipe.runtimes.in_process.threads import Workers
 
-            workers = Workers(program.ranks) if runtime == "threads" else None
-            step_options = replace(options, donate=donate)
             return build_local_step(
-                program, model, step_options, example=example, workers=workers, devices=rank_devices
+                program,
+                model,
+                replace(options, donate=donate),
+                example=step_example,
+                workers=workers_of(program.ranks) if runtime == "threads" else None,
+                devices=rank_devices,
             )
 
     # 3. Build. With validate="after" these are two steps: a second one, whose updates wait, repeats a clipped call.
-    return under_autocast(autocast, lambda: post_validated(require_program(program), build_step, donate))
+    def build_program(program: Program) -> Step:
+        return post_validated(program, build_step, donate)
+
+    if make_program is not None and runtime != "distributed":
+        return under_autocast(autocast, lambda: build_by_count(make_program, build_program, example_count))
+    return under_autocast(autocast, lambda: build_program(require_program(program)))

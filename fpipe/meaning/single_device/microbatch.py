@@ -169,8 +169,8 @@ def named_leaves(tree: Any, label: Label) -> list[tuple[str, Any]]:
     if isinstance(label, str) or not isinstance(tree, tuple) or len(tree) != len(label):
         label, tree = (label if isinstance(label, str) else label[0],), (tree,)
     path_and_leaf: list[tuple[str, Any]] = []
-    for word, part in zip(label, tree, strict=True):
-        noun, *owner_words = word.split(" of ")
+    for part_label, part in zip(label, tree, strict=True):
+        noun, *owner_words = part_label.split(" of ")
         path_and_leaf += [(" of ".join([noun + path, *owner_words]), leaf) for path, leaf in trees.paths(part)]
     return path_and_leaf
 
