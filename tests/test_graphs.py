@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fpipe
+from fpipe.meaning.optimizers.rules import refuse_uncapturable_rule
 from tests.fake_accelerator import COMPILER
 from tests.fake_accelerator.graph_scenarios import GPIPE, batches_of, on_device
 from tests.fake_accelerator.processes import processes_with_device
@@ -121,14 +122,20 @@ REFUSED_STEPS: dict[str, tuple[Callable[[], None], str]] = {
         "graph=True cannot capture SGD with dampening, which looks at its step count; take AdamW, say.",
     ),
     "a rate on the host": (
-        lambda: run_step(scale, pipeline=updates_by("RMSprop"), lr=0.1),
-        "graph=True: torch's RMSprop reads lr on the host; set it by update('RMSprop', lr=..).",
+        lambda: run_step(scale, pipeline=updates_by("RMSprop", foreach=False), lr=0.1),
+        "graph=True: torch's RMSprop without foreach reads lr on the host; set it by update('RMSprop', lr=..).",
     ),
     "another number": (
         lambda: run_step(scale, pipeline=updates_by("AdamW"), lr={"lr": 0.1, "weight_decay": 0.1}),
         "graph=True takes a learning rate alone as lr=; set the other numbers by update(..).",
     ),
 }
+
+
+def test_a_rate_that_torch_reads_is_refused():
+    with pytest.raises(ValueError, match="torch's Muon reads lr on the host; set it by update"):
+        refuse_uncapturable_rule("Muon", (), rate_is_tensor=True)
+    refuse_uncapturable_rule("Muon", (("lr", 0.1),), rate_is_tensor=False)
 
 
 def error_of(rank: int, name: str) -> str:

@@ -144,8 +144,15 @@ def turn_weights(net: nn.Module) -> nn.Module:
     return net
 
 
-def updated(rule: str, donate: bool = False, moves: bool = False, turned: bool = False, **settings: Any) -> list[str]:
-    """Train by a rule, with a learning rate that falls; `moves` hands in copies of the parameters once."""
+def updated(
+    rule: str,
+    donate: bool = False,
+    moves: bool = False,
+    turned: bool = False,
+    restarts: bool = False,
+    **settings: Any,
+) -> list[str]:
+    """Train by a rule, with a learning rate that falls; once copies of the parameters, or a new state, are passed."""
     clip = settings.pop("clip", None)
     net, twin = ((turn_weights(net) if turned else net) for net in (on_device(net_of(2)), on_device(net_of(2))))
     pipeline = fpipe.chain(GPIPE, fpipe.update(rule, clip=clip, **settings))
@@ -160,6 +167,8 @@ def updated(rule: str, donate: bool = False, moves: bool = False, turned: bool =
             if moves and k == REPLAYS:
                 results.append(params)
                 params, opt = tree_map(Tensor.clone, (params, opt))
+            if restarts and k == REPLAYS:
+                opt = fpipe.optimizer_state(program, params)
             result = step(params, batch, opt=opt, lr=rates[k])
             params, opt = result.params, result.opt
             results.append(tree_map(Tensor.clone, params) if donate else params)
@@ -167,11 +176,21 @@ def updated(rule: str, donate: bool = False, moves: bool = False, turned: bool =
     with counted_replays() as replayed:
         reports = reports_of(run)
     optimizer_params, rate = [*twin.parameters()], torch.zeros((), device=DEVICE, requires_grad=rule == "SGD")
-    capturable = {} if rule == "SGD" else {"capturable": True}
-    optimizer = getattr(torch.optim, rule)(optimizer_params, lr=rate, foreach=False, **settings, **capturable)
+    # By torch's foreach kernels these compute with a rate on the device, which those of single parameters read.
+    kernels: dict[str, Any] = {"foreach": rule in ("RMSprop", "Adadelta")}
+    kernels |= {} if rule == "SGD" else {"capturable": True}
+
+    def make_optimizer() -> torch.optim.Optimizer:
+        return getattr(torch.optim, rule)(optimizer_params, lr=rate, **settings, **kernels)
+
+    with torch.no_grad():
+        rate.fill_(rates[0])
+    optimizer = make_optimizer()
     for k, batch in enumerate(batches):
         if moves and k == REPLAYS:
             expected.append(expected[-1])
+        if restarts and k == REPLAYS:
+            optimizer = make_optimizer()
         grads_by_autograd(twin, batch)
         if clip is not None:
             nn.utils.clip_grad_norm_(optimizer_params, clip, foreach=False)
@@ -362,8 +381,8 @@ def failed() -> list[str]:
     """Let a capture fail, and go on with the same step once its cause is gone."""
     reads_rate = True
 
-    def look_at_rate(param: Tensor, grad: Tensor, state: Any, lr: Tensor) -> tuple[Tensor, Any]:
-        return param - (float(lr) if reads_rate else lr) * grad, state
+    def look_at_rate(param: Tensor, grad: Tensor, state: Any, lr: Tensor, decay: Tensor) -> tuple[Tensor, Any]:
+        return param * decay - (float(lr) if reads_rate else lr) * grad, state
 
     fpipe.register_update("LooksAtRate", look_at_rate)
     try:
@@ -373,22 +392,23 @@ def failed() -> list[str]:
 
         def run() -> None:
             nonlocal params, reads_rate
-            for batch in batches:
+            for k, batch in enumerate(batches):
+                numbers = {"lr": 0.125, "decay": 0.5**k}
                 try:
-                    params = step(params, batch, opt=opt, lr=0.125).params
+                    params = step(params, batch, opt=opt, lr=numbers).params
                 except RuntimeError as error:
                     reads_rate = False
                     failures.extend([str(error), *error.__notes__])
-                    params = step(params, batch, opt=opt, lr=0.125).params
+                    params = step(params, batch, opt=opt, lr=numbers).params
 
         with counted_replays() as replayed:
             reports = reports_of(run)
     finally:
         RULES.pop("LooksAtRate")
     net = on_device(twin)
-    for batch in batches:
+    for k, batch in enumerate(batches):
         for param, grad in zip(net.parameters(), grads_by_autograd(net, batch), strict=True):
-            param.data -= 0.125 * grad
+            param.data = param.data * 0.5**k - 0.125 * grad
     is_said = len(failures) == 3 and failures[1].startswith("in UPDATE") and "captured" in failures[2]
     reports += [] if is_said else [f"the failure was reported as {failures}"]
     return reports + differing_bits(leaves(params), [*net.parameters()]) + count_mistakes(replayed, REPLAYS, 1)
@@ -407,6 +427,15 @@ GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "a graph that updates turned weights in place": partial(updated, "Adam", donate=True, turned=True),
     "a graph that updates in place": partial(updated, "AdamW", donate=True, clip=1.0),
     "a graph of SGD": partial(updated, "SGD", donate=True, momentum=0.9),
+    "a graph of NAdam": partial(updated, "NAdam", donate=True, weight_decay=0.1, decoupled_weight_decay=True),
+    "a graph of NAdam that starts again": partial(updated, "NAdam", restarts=True, momentum_decay=0.1),
+    "a graph of ASGD": partial(updated, "ASGD", donate=True, weight_decay=0.1, lambd=0.01, t0=2.0),
+    "a graph of ASGD that starts again": partial(updated, "ASGD", restarts=True),
+    "a graph of Rprop": partial(updated, "Rprop", donate=True, step_sizes=(1e-3, 1.0)),
+    "a graph of Rprop that starts again": partial(updated, "Rprop", restarts=True),
+    "a graph of RMSprop": partial(updated, "RMSprop", donate=True, centered=True, momentum=0.9, weight_decay=0.1),
+    "a graph of RMSprop without momentum": partial(updated, "RMSprop", maximize=True),
+    "a graph of Adadelta": partial(updated, "Adadelta", donate=True, weight_decay=0.1),
     "a graph with copied parameters": partial(updated, "Adamax", moves=True),
     "a graph whose donated parameters move": partial(updated, "RAdam", donate=True, moves=True),
     "a graph with other parameters": new_params,

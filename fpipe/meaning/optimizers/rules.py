@@ -129,7 +129,9 @@ def apply_rule(
     If `capturable`, numbers are 0-d tensors on the device, nothing is read from there, and leaves that the rule may
     overwrite end in the memory where they were.
     """
-    settings = [as_capturable(rule, group_settings) for group_settings in settings] if capturable else settings
+    if capturable:
+        rate_is_tensor = isinstance(numbers.get("lr"), Tensor)
+        settings = [as_capturable(rule, group_settings, rate_is_tensor) for group_settings in settings]
     leaves = zip(params, grads, states, settings, may_overwrite, strict=True)
     if rule in RULES:
         pairs = [
@@ -145,12 +147,14 @@ def apply_rule(
     # 1. Give the optimizer copies, with gradients and states. A leaf at step 0 has none yet, but for rules whose
     #    constructor makes state.
     optimizer, new_params = _thread_optimizer(rule, tuple(dict.fromkeys(settings))), list[Tensor]()
-    for param, grad, state, _, overwrites in leaves:
+    for param, grad, state, group_settings, overwrites in leaves:
         new_params.append(param.detach() if overwrites else param.detach().clone())
         new_params[-1].grad = grad
         if capturable or rule in _RULES_WITH_INITIAL_STATE or (STEP in state and state[STEP].item()):
             leaf_state = {name: leaf for name, leaf in state.items() if name != STEP or rule not in RULES_WITHOUT_STEP}
             copied = leaf_state if overwrites else {name: leaf.clone() for name, leaf in leaf_state.items()}
+            if capturable:
+                _start_on_device(rule, copied, with_numbers(group_settings, numbers)["lr"])
             optimizer.state[new_params[-1]] = copied
     # 2. One group for each of the settings, in the order in which leaves first have them.
     for group, group_settings in zip(optimizer.param_groups, dict.fromkeys(settings), strict=True):
@@ -174,6 +178,19 @@ def apply_rule(
             group |= {"params": [], **{name: optimizer.defaults[name] for name in numbers}}
         for param in new_params:
             param.grad = None
+
+
+def _start_on_device(rule: str, state: State, lr: float | Tensor | None) -> None:
+    """Fill in place what torch starts a state with instead of zeros, if its count, on the device, is 0."""
+    starts: dict[str, dict[str, Any]] = {
+        "NAdam": {"mu_product": 1.0},
+        "ASGD": {"eta": lr, "mu": 1.0},
+        "Rprop": {"step_size": lr},
+    }
+    for name, number in starts.get(rule, {}).items():
+        # A complex leaf takes steps of this size in both of its parts.
+        leaf = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
+        leaf.copy_(torch.where(state[STEP] == 0, number, leaf))
 
 
 def _apply_registered(
@@ -231,18 +248,24 @@ def with_numbers(leaf_settings: RuleSettings, numbers: Numbers) -> dict[str, Any
 
 def refuse_uncapturable_rule(rule: str, settings: RuleSettings, rate_is_tensor: bool) -> None:
     """Raise ValueError for a rule that reads a number of the device, or whose first step is of another kind."""
-    names = _RULES_OF_TENSOR_RATES if rate_is_tensor else _RULES_OF_TENSOR_RATES | _RULES_OF_FIXED_RATES
-    if rule not in TORCH_RULES or (rule in names and not dict(settings).get("dampening")):
+    settings_by_name = dict(settings)
+    if rule == "Adagrad" or (rule == "SGD" and settings_by_name.get("dampening")):
+        rule_name = "SGD with dampening" if rule == "SGD" else rule
+        raise ValueError(f"graph=True cannot capture {rule_name}, which looks at its step count; take AdamW, say.")
+    if not rate_is_tensor or "lr" in settings_by_name:
         return
-    if rule in _RULES_OF_FIXED_RATES:
-        raise ValueError(f"graph=True: torch's {rule} reads lr on the host; set it by update({rule!r}, lr=..).")
-    rule_name = "SGD with dampening" if rule == "SGD" else rule
-    raise ValueError(f"graph=True cannot capture {rule_name}, which looks at its step count; take AdamW, say.")
+    is_foreach = settings_by_name.get("foreach") is not False and not settings_by_name.get("differentiable")
+    if rule == "Muon" or (rule in _RULES_OF_FOREACH_RATES and not is_foreach):
+        rule_name = rule if rule == "Muon" else f"{rule} without foreach"
+        raise ValueError(f"graph=True: torch's {rule_name} reads lr on the host; set it by update({rule!r}, lr=..).")
 
 
-def as_capturable(rule: str, settings: RuleSettings) -> RuleSettings:
+def as_capturable(rule: str, settings: RuleSettings, rate_is_tensor: bool) -> RuleSettings:
     """Return settings under which a torch rule reads no number of the device."""
-    return (*settings, ("capturable", True)) if "capturable" in SETTINGS.get(rule, "").split() else settings
+    if "capturable" not in SETTINGS.get(rule, "").split():
+        return settings
+    is_foreach = rate_is_tensor and rule in _RULES_OF_FOREACH_RATES and "lr" not in dict(settings)
+    return tuple((dict(settings) | {"capturable": True} | ({"foreach": True} if is_foreach else {})).items())
 
 
 def without_foreach(rule: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -262,9 +285,8 @@ def check_torch_settings(rule: str, settings: RuleSettings) -> None:
 _RULES_WITH_INITIAL_STATE = frozenset(("Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta"))
 # Rules of torch that count no steps. Here their state has a count, which says whether it has started.
 RULES_WITHOUT_STEP = frozenset(("SGD", "Muon"))
-# What rules do with a rate on the device: those of the first line compute with it there, those of the second read it.
-_RULES_OF_TENSOR_RATES = frozenset(("Adam", "AdamW", "Adamax", "RAdam", "SGD"))
-_RULES_OF_FIXED_RATES = frozenset(("RMSprop", "Adadelta", "Muon"))
+# Torch's foreach kernels compute with a rate on the device, where those of single leaves read it.
+_RULES_OF_FOREACH_RATES = frozenset(("RMSprop", "Adadelta"))
 MATRIX_RULES = frozenset(("Muon",))
 _THREAD_LOCAL = threading.local()
 

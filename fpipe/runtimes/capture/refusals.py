@@ -7,6 +7,7 @@ import torch
 from fpipe.graphs.language.graph import Fact, Graph, Node
 from fpipe.graphs.language.labels import GENERATORS
 from fpipe.meaning.optimizers.optimizer_state import find_update, update_settings
+from fpipe.meaning.optimizers.rule_names import RULES
 from fpipe.meaning.optimizers.rules import refuse_uncapturable_rule
 from fpipe.meaning.walk import describe_op
 from fpipe.runtimes.lowering.prepared_step import PreparedStep
@@ -72,9 +73,10 @@ def _refuse_rule(step: PreparedStep) -> None:
     if op is None:
         return
     rates = next((step.trees[value] for value in op.reads if value.name == "lr"), None)
-    if rates is not None and len(rates.leaves) > 1:
-        raise ValueError("graph=True takes a learning rate alone as lr=; set the other numbers by update(..).")
     update = update_settings(op.options)
+    # Torch compares a weight decay with 0 on the host. A registered rule computes with any number on the device.
+    if rates is not None and len(rates.leaves) > 1 and update.rule not in RULES:
+        raise ValueError("graph=True takes a learning rate alone as lr=; set the other numbers by update(..).")
     for settings in (update.settings, *(dict(update.settings) | dict(group) for _, group in update.groups)):
         refuse_uncapturable_rule(update.rule, tuple(dict(settings).items()), rates is not None)
 
