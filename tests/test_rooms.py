@@ -64,6 +64,8 @@ measuring <- root meaning/purity meaning/optimizers transforms timing meaning/si
 planning <- root transforms timing schedules finding measuring
 pictures <- root timing planning
 callbacks <- root meaning/single_device meaning
+integrations <- root transforms schedules meaning/purity meaning/single_device meaning models/parameters derived models
+    runtimes
 testing <- root transforms timing schedules meaning verification pictures
 cli <- root transforms timing schedules meaning/optimizers meaning verification finding models/parameters interop oracle
     models runtimes measuring planning pictures
@@ -77,7 +79,7 @@ ROOMS = {
 STOREYS = {
     "core": "root transforms timing schedules meaning verification",
     "engine": "torch_private graphs models runtimes",
-    "workshop": "oracle finding planning pictures derived interop measuring callbacks cli testing",
+    "workshop": "oracle finding planning pictures derived interop measuring callbacks integrations cli testing",
 }
 STOREY_BY_ROOM = {room: storey for storey, rooms in STOREYS.items() for room in rooms.split()}
 # Folders that list things of one kind, and so may be long.

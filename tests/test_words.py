@@ -29,6 +29,7 @@ LIMITS = {
     "fpipe/derived": Limits(0, 0, 30),
     "fpipe/finding": Limits(1, 0, 29),
     "fpipe/graphs": Limits(0.2, 0, 36),
+    "fpipe/integrations": Limits(0, 0, 10),
     "fpipe/interop": Limits(0, 0, 27),
     "fpipe/meaning": Limits(0.2, 0, 27),
     "fpipe/measuring": Limits(0.7, 0, 27),

@@ -22,13 +22,15 @@ from fpipe.meaning.single_device.result import Result, are_gradients
 from fpipe.model import Model
 
 
-def assign_grads(params: Any, grads: Any) -> None:
+def assign_grads(params: Any, grads: Any, *, add: bool = False) -> None:
     """Set `.grad` of each parameter, which an optimizer reads.
 
     Args:
         params: as a step takes them, for an optimizer over their leaves; or the net that they are of, for one over
             `net.parameters()`.
         grads: `Result.grads`.
+        add: whether to add to the gradients that the parameters have, as `.backward()` does, for several steps of one
+            optimizer step; a zero_grad() comes between.
 
     Raises:
         ValueError: gradients of another structure or shape, or of a name that the net has not; the first is named. Or
@@ -63,7 +65,8 @@ def assign_grads(params: Any, grads: Any) -> None:
             )
     for (_, param), grad in pairs:
         if isinstance(param, Tensor):
-            param.grad = grad if is_sharded(param) else with_layout_of(param, grad)
+            grad = grad if is_sharded(param) else with_layout_of(param, grad)
+            param.grad = grad if not add or param.grad is None else param.grad if grad is None else param.grad + grad
 
 
 def _pair_by_name(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""Adapters to libraries that train models: `fpipe.integrations.transformers`."""
