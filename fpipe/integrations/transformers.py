@@ -116,7 +116,7 @@ class PipelineTrainer(transformers.Trainer):
             super()._move_model_to_device(model, device)
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Leave the parameters as they are: the first step compares the replicas."""
+        """Do nothing: the first step compares the parameters of replicas."""
 
     def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
         """Add a batch's gradients to the net's, and return its share of the step's loss."""
