@@ -4,6 +4,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.runtimes.audit.stage_audit import StageAudit, _largest_error, _largest_magnitude
+from fpipe.runtimes.audit.stage_audit import StageAudit
+from fpipe.runtimes.audit.tensor_bits import largest_error, largest_magnitude, refuse_wrong_replay
 from fpipe.runtimes.lowering import instructions
 from tests.processes import Processes
 
@@ -491,12 +493,12 @@ def test_short_steps_are_audited_less_often_than_every_hundredth(monkeypatch: py
 def test_audit_allows_rounding_next_to_infinite_numbers():
     a = torch.tensor([1.0, float("inf"), float("nan"), -float("inf"), 100.0])
     b = a * torch.tensor([1 + 1e-6, 1, 1, 1, 1])
-    assert 0 < _largest_error(a, b) < 1e-5
-    assert _largest_magnitude(a) == 100
+    assert 0 < largest_error(a, b) < 1e-5
+    assert largest_magnitude(a) == 100
     for position in (1, 2, 3):
         c = b.clone()
         c[position] = 0.0
-        assert _largest_error(a, c) > 1e300
+        assert largest_error(a, c) > 1e300
 
 
 class SkipsNegative(nn.Module):
@@ -556,3 +558,23 @@ def test_donated_weights_are_copied_for_an_audit_in_their_layout():
     for _ in range(20):
         result = step(params, (torch.randn(1, 4), torch.randn(1, 4)), opt=opt)
         params, opt = result.params, result.opt
+
+
+def results_of(loss: float, param: float) -> dict[str, Any]:
+    return {"loss": torch.tensor(loss), "params": [{"w": torch.tensor([param, 1.0])}]}
+
+
+@pytest.mark.parametrize(
+    ("replay", "repetition", "is_refused"),
+    [
+        ((1.0, 2.0), (1.0, 2.0), False),
+        ((1.0, 2.0 + 1e-6), (1.0, 2.0), True),
+        # The instructions do not repeat their own bits: a param may be anything, and a loss is equal to rounding.
+        ((1.0 + 1e-6, 3.0), (1.0 - 1e-6, 2.0), False),
+        ((1.5, 2.0), (1.0, 2.0 + 1e-6), True),
+    ],
+)
+def test_a_replay_has_the_bits_of_instructions_that_repeat(replay: Any, repetition: Any, is_refused: bool):
+    expected = pytest.raises(fpipe.StepChanged, match="the graph replays") if is_refused else nullcontext()
+    with expected:
+        refuse_wrong_replay(results_of(*replay), results_of(1.0, 2.0), results_of(*repetition))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fpipe
 from fpipe.meaning.optimizers.rules import refuse_uncapturable_rule
 from tests.fake_accelerator import COMPILER
-from tests.fake_accelerator.graph_scenarios import GPIPE, batches_of, on_device
+from tests.fake_accelerator.graph_scenarios import DEVICE, GPIPE, batches_of, on_device
 from tests.fake_accelerator.processes import processes_with_device
 from tests.fake_accelerator.scenarios import WIDTH, squares
 from tests.processes import Processes
@@ -168,3 +168,51 @@ def profile_replays(rank: int) -> list[int]:
 def test_a_replay_is_a_range_to_profilers(processes: Processes):
     # The definition, two steps without a graph and the capture run the op; the third step and later ones replay it.
     assert processes.run(profile_replays) == [[4, 3]]
+
+
+FACTORS = [2.0]
+
+
+@torch.library.custom_op("fpipe_tests::times_factor", mutates_args=())
+def times_factor(x: Tensor) -> Tensor:
+    return x * FACTORS[0]
+
+
+times_factor.register_fake(torch.empty_like)
+times_factor.register_autograd(lambda context, grad: times_factor(grad))
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return times_factor(x)
+
+
+def change_what_a_kernel_read(rank: int, cut_net: bool, donate: bool) -> list[Any]:
+    """Change a number that only the kernels of a graph have kept; return the step's error with its notes."""
+    FACTORS[0] = 2.0
+    pipeline = fpipe.chain(GPIPE, fpipe.update("SGD"))
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled()).to(DEVICE)
+    if cut_net:
+        model, params, _ = fpipe.from_module(net, stages=1, example=batches_of(1)[0], loss=squares)
+    else:
+        model, params, _ = fpipe.from_sequential(net, stages=1, loss=squares)
+    program = pipeline(fpipe.program(model))
+    step = fpipe.build(program, model, graph=True, audit="always", donate=donate)
+    opt, batches = fpipe.optimizer_state(program, params), batches_of(5)
+    for batch in batches[:-1]:
+        result = step(params, batch, opt=opt, lr=0.01)
+        params, opt = result.params, result.opt
+    FACTORS[0] = 3.0
+    with pytest.raises(fpipe.StepChanged) as caught:
+        step(params, batches[-1], opt=opt, lr=0.01)
+    return [str(caught.value), len(getattr(caught.value, "__notes__", ()))]
+
+
+@needs_compiler
+@pytest.mark.parametrize("cut_net", [False, True])
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_audit_finds_a_replay_that_computes_otherwise(processes: Processes, cut_net: bool, donate: bool):
+    # All kernels agree with the definition, but those that a graph has captured.
+    ((message, notes),) = processes.run(change_what_a_kernel_read, cut_net, donate)
+    assert re.match(r"the graph replays \['loss'\] off by up to .* or say graph=False\.$", message)
+    assert notes == donate

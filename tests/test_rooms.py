@@ -46,10 +46,10 @@ models/cutting <- root meaning/purity timing torch_private graphs/language graph
 runtimes/lowering <- root meaning/purity meaning/optimizers meaning/single_device meaning torch_private
     graphs/language graphs/tracing graphs/compiling
 runtimes/faults <- root meaning/purity torch_private graphs/language runtimes/lowering
-runtimes/capture <- root meaning/purity meaning/optimizers meaning/single_device meaning torch_private graphs/language
-    runtimes/lowering
 runtimes/audit <- root meaning/purity meaning/single_device meaning verification torch_private graphs/language
     runtimes/lowering
+runtimes/capture <- root meaning/purity meaning/optimizers meaning/single_device meaning torch_private graphs/language
+    runtimes/lowering runtimes/audit
 runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning graphs/language
     graphs/tracing runtimes/lowering runtimes/capture runtimes/audit
 models <- root meaning/purity timing meaning/single_device meaning torch_private graphs/tracing

@@ -114,8 +114,8 @@ def build(
             for each signature behind two steps without it. Later steps copy the batch in, replay the graph and copy the
             results out. Parameters, state and optimizer state that come at the same address are read where they are,
             and others are copied in; with `donate` they are updated in place. Rules of torch.optim run with
-            capturable=True, and lr is a 0-d tensor on the device. Audited steps run without the graph. With NCCL each
-            process captures its part; not for runtime="threads".
+            capturable=True, and lr is a 0-d tensor on the device. Audits compare its replay with its ops. With NCCL
+            each process captures its part; not for runtime="threads".
 
     Returns:
         `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`, which changes nothing

@@ -99,8 +99,7 @@ def same_as_autograd(pipeline: fpipe.Transform = GPIPE, **options: Any) -> list[
         with torch.no_grad():
             for param in twin.parameters():
                 param.mul_(0.9)
-    replays = REPLAYS - 3 if "audit" not in options else REPLAYS
-    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, replays, 1)
+    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, REPLAYS, 1)
 
 
 def on_streams_in_turn() -> list[str]:
@@ -119,11 +118,11 @@ def on_streams_in_turn() -> list[str]:
     return reports + differing_bits(leaves(results), leaves(expected))
 
 
-def drawn(pipeline: fpipe.Transform) -> list[str]:
+def drawn(pipeline: fpipe.Transform, audit: Any = "never") -> list[str]:
     """Draw other numbers in each step, and the same ones in an F and its R."""
     net = on_device(nn.Sequential(*(nn.Sequential(*block, nn.Dropout(0.3), nn.Linear(8, 8)) for block in net_of(2))))
     model, program, params = cut(net, pipeline)
-    step, batch, results = fpipe.build(program, model, graph=True, audit="never"), batches_of(1)[0], list[Any]()
+    step, batch, results = fpipe.build(program, model, graph=True, audit=audit), batches_of(1)[0], list[Any]()
 
     def run() -> None:
         for key in range(STEPS):
@@ -421,6 +420,7 @@ GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "a graph of 1F1B with recomputation, next to audits": partial(
         same_as_autograd, pipeline_of(fpipe.checkpoint(), fpipe.schedules.one_f_one_b(1))
     ),
+    "a graph that draws, next to audits": partial(drawn, GPIPE, audit="always"),
     "a graph that draws twice": partial(drawn, pipeline_of(fpipe.checkpoint(), fpipe.schedules.gpipe(1))),
     "a graph that updates": partial(updated, "AdamW", clip=1.0, weight_decay=0.1),
     "a graph that updates turned weights": partial(updated, "AdamW", turned=True, clip=1.0),

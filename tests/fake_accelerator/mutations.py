@@ -28,6 +28,7 @@ UNSEEN = (
     "CombinedWork.wait",
     "ExchangeLane._wait_for_launched",
     "Replicas._free_finished",
+    "StepGraph._time_replay",
     "Voters.vote",
     "run_audited",
 )

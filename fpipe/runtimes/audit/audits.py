@@ -87,7 +87,8 @@ def run_audited(
         run_start = time.perf_counter()
         result = prepared.run(leaves, inputs, recorded=recorded, see=see, **options)
         synchronize(leaves)
-        run_seconds = time.perf_counter() - run_start
+        # An audited replay runs its instructions too, which count as the audit's.
+        run_seconds = prepared.replay_seconds or time.perf_counter() - run_start
         return result
 
     # An audit that raises is repeated in the next step, until whoever goes on has put things right.
@@ -134,19 +135,23 @@ def _run_and_compare(
     if prepared.model.function is not None and not is_cut_net:
         _check_outline(prepared, inputs, explanation)
     # 2. Audit the whole net and single stages in turn, since each costs as much as the other.
+    stage_audits = list[StageAudit]()
     if is_cut_net and audit_number % 2 == 0:
         _check_net(prepared, inputs, audit_number // 2, explanation)
-        return run()
-    stage_audit_number = audit_number // 2 if is_cut_net else audit_number
-    stage_audits = [StageAudit(prepared, op, leaves, inputs) for op in choose_forwards(prepared, stage_audit_number)]
+        # A graph compares its replay in a step that has a tap.
+        if not prepared.options.graph:
+            return run()
+    else:
+        forwards = choose_forwards(prepared, audit_number // 2 if is_cut_net else audit_number)
+        stage_audits = [StageAudit(prepared, op, leaves, inputs) for op in forwards]
 
     def tap(op: Any, function: Any) -> Any:
         for stage_audit in stage_audits:
             function = stage_audit.tap(op, function)
         return function
 
-    result = run(tap=tap)
     try:
+        result = run(tap=tap)
         for stage_audit in stage_audits:
             stage_audit.check(explanation)
     except StepChanged as error:

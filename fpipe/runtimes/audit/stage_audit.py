@@ -24,19 +24,22 @@ from fpipe.meaning.meaning import RULES, sum_gradients
 from fpipe.meaning.purity.ambient import autocast_settings
 from fpipe.meaning.purity.attributes import AttributeSnapshot, CallCounter, modules_of
 from fpipe.meaning.purity.fingerprint import StepChanged
-from fpipe.meaning.purity.write_guard import is_strided, storage_span
 from fpipe.meaning.step import StepInputs
 from fpipe.positional_stage import net_stage_of
 from fpipe.program import Op, Value
+from fpipe.runtimes.audit.tensor_bits import (
+    are_same_shape,
+    copy_leaf,
+    have_same_bits,
+    largest_error,
+    may_be_rounding,
+)
 from fpipe.runtimes.lowering.lowered import Instruction, Leaves, unflatten_value
 from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.untraced_stages import zeros
-from fpipe.verification.report import Close, largest_difference, to_dense
 
 # Values that no op writes in place, so that an audit need not copy them.
 _NEVER_OVERWRITTEN = frozenset(("x", "inputs", "t", "target", "y", "again", "carry", "dx", "dcarry", "loss", "count"))
-_ALIGNMENT = 64
-_close = Close()
 
 
 def choose_forwards(prepared: PreparedStep, audit_number: int) -> list[Op]:
@@ -112,7 +115,7 @@ class StageAudit:
         for slot, positions in prepared.entrance.inputs:
             if (value := self.value_by_slot[slot]) in reads:
                 value_leaves = [leaves[position] for position in positions]
-                self.read_leaves[value] = [*map(_copy_leaf, value_leaves)] if is_donated else value_leaves
+                self.read_leaves[value] = [*map(copy_leaf, value_leaves)] if is_donated else value_leaves
         # Parameters that an op of the step writes. A copy of the caller's could have other strides, and so other bits.
         self.written_params = {value for value in reads if value.name == "params"} - self.read_leaves.keys()
         self.written_leaves: dict[Value, Leaves] = {}
@@ -132,7 +135,7 @@ class StageAudit:
                 self.read_leaves[name] = _copy_if_overwritten(name, leaves)
         results = run(*operands)
         # Parameters may be in flight until `run` has waited for them, and be updated in place later.
-        self.read_leaves |= {name: [*map(_copy_leaf, leaves)] for name, leaves in written_params.items()}
+        self.read_leaves |= {name: [*map(copy_leaf, leaves)] for name, leaves in written_params.items()}
         self.ops_that_ran.add(instruction.ops[0])
         for value, leaves in zip(instruction.written_values, results, strict=True):
             if value.name not in ("res", "wres", "hoisted"):
@@ -213,16 +216,14 @@ class StageAudit:
         autocast_eps = max((torch.finfo(dtype).eps for _, dtype, _ in autocast_settings()), default=0.0)
         for value, expected in definition.items():
             for index, (actual, defined) in enumerate(zip_longest(self.written_leaves[value], expected)):
-                if _are_same_shape(actual, defined):
-                    if not _same_bits(actual, defined):
-                        error, eps = _largest_error(actual, defined), 0.0
-                        if _has_numbers(actual):
-                            eps = max(torch.finfo(actual.dtype).eps, autocast_eps)
-                        magnitudes = [_largest_magnitude(leaf) for leaf in expected if _has_numbers(leaf)]
-                        # Sums in another order differ by far less than sqrt(eps) of the largest number.
-                        scale = max(magnitudes, default=0.0)
+                if are_same_shape(actual, defined):
+                    if not have_same_bits(actual, defined):
+                        error = largest_error(actual, defined)
                         difference = f"is off by up to {error:.3g} from what its definition gives now."
-                        yield f"{self._describe_leaf(value, index)} {difference}", error <= eps**0.5 * scale
+                        yield (
+                            f"{self._describe_leaf(value, index)} {difference}",
+                            may_be_rounding(error, actual, expected, autocast_eps),
+                        )
                 elif isinstance(actual, Tensor) or isinstance(defined, Tensor) or repr(actual) != repr(defined):
                     description, defined_shown = (
                         f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
@@ -243,36 +244,7 @@ class StageAudit:
 
 def _are_same(definition: Mapping[Value, Leaves], repetition: Mapping[Value, Leaves]) -> bool:
     pairs = chain.from_iterable(zip(definition[value], repetition[value], strict=True) for value in definition)
-    return all(_same_bits(*leaf_pair) for leaf_pair in pairs if _are_same_shape(*leaf_pair))
-
-
-def _same_bits(actual: Tensor, defined: Tensor) -> bool:
-    if actual.dtype is not torch.float32:
-        return _close(actual.detach(), defined.detach())
-    # As integers: NaN equals itself, 0.0 and -0.0 differ, and nothing is copied.
-    return torch.equal(actual.detach().view(torch.int32), defined.detach().view(torch.int32))
-
-
-def _largest_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference; huge where only one of two numbers is finite, or two infinities differ."""
-    actual, expected = to_dense(actual.detach()), to_dense(expected.detach())
-    is_equal = actual == expected
-    if _has_numbers(actual):
-        is_equal |= actual.isnan() & expected.isnan()
-    return largest_difference(torch.where(is_equal, 0, actual), torch.where(is_equal, 0, expected))
-
-
-def _largest_magnitude(tensor: Tensor) -> float:
-    return float(to_dense(tensor.detach()).abs().nan_to_num(0.0, posinf=0.0).max())
-
-
-def _are_same_shape(actual: Any, defined: Any) -> bool:
-    are_tensors = isinstance(actual, Tensor) and isinstance(defined, Tensor)
-    return are_tensors and (actual.shape, actual.dtype) == (defined.shape, defined.dtype)
-
-
-def _has_numbers(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.numel() > 0 and (leaf.is_floating_point() or leaf.is_complex())
+    return all(have_same_bits(*leaf_pair) for leaf_pair in pairs if are_same_shape(*leaf_pair))
 
 
 def _with_wanted_grad(abstract_leaf: Any, leaf: Any) -> Any:
@@ -284,17 +256,4 @@ def _with_wanted_grad(abstract_leaf: Any, leaf: Any) -> Any:
 
 
 def _copy_if_overwritten(value: Value, leaves: Sequence[Any]) -> Leaves:
-    return [*leaves] if value.name in _NEVER_OVERWRITTEN else [*map(_copy_leaf, leaves)]
-
-
-def _copy_leaf(leaf: Any) -> Any:
-    """Copy a tensor with its strides and its alignment, by which kernels choose the order of their sums."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.detach()
-    if not is_strided(leaf) or leaf.is_conj() or leaf.is_neg():
-        return leaf.clone()
-    span, start = storage_span(leaf.shape, leaf.stride()), leaf.data_ptr() % _ALIGNMENT // leaf.itemsize
-    memory = leaf.new_empty(start + span)
-    memory[start:] = leaf.as_strided((span,), (1,))
-    return memory.as_strided(leaf.shape, leaf.stride(), start)
+    return [*leaves] if value.name in _NEVER_OVERWRITTEN else [*map(copy_leaf, leaves)]

@@ -9,6 +9,8 @@ leaf that came at one address twice, such as a parameter that the caller updates
 When it comes at another one, the graph is captured again: with a copy of that leaf from then on, or, if a step
 overwrites the leaf, at the new address, once that has come twice. So any tensors give the right result.
 
+An audited step runs its instructions twice more, on copies of what is donated: a replay with other results is refused.
+
 Processes capture once, all in the same step (`in_lockstep`): NCCL wants an operation to be captured by all of its
 processes or by none, and one process cannot see the addresses of another. They copy every leaf but donated ones, which
 stay where they are.
@@ -16,6 +18,7 @@ stay where they are.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -34,11 +37,12 @@ from fpipe.meaning.purity.write_guard import storage_span
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs
 from fpipe.program import Program
+from fpipe.runtimes.audit.tensor_bits import copy_leaf, refuse_wrong_replay
 from fpipe.runtimes.capture.device_graph import DeviceGraph, GraphStream, GraphStreams
 from fpipe.runtimes.capture.refusals import accelerator_of, refuse_uncapturable
 from fpipe.runtimes.lowering.instructions import InstructionGenerators
 from fpipe.runtimes.lowering.lane import See
-from fpipe.runtimes.lowering.prepared_step import PreparedStep
+from fpipe.runtimes.lowering.prepared_step import PreparedStep, synchronize
 from fpipe.runtimes.lowering.rank_part import Slots, Tap
 from fpipe.torch_internals import is_profiled, version_of
 
@@ -67,9 +71,12 @@ class StepGraph:
         self._copied: set[int] | None = None
         self._is_refused = False
 
-    def run(self, step: CapturedStep, leaves: Sequence[Any], inputs: StepInputs) -> Result:
-        """Run one step on the leaves of its arguments, and return results that belong to the caller."""
-        leaves = [*map(local_shard, leaves)]
+    def run(self, step: CapturedStep, leaves: Sequence[Any], inputs: StepInputs, tap: Tap | None = None) -> Result:
+        """Run one step on the leaves of its arguments, and return results that belong to the caller.
+
+        A step with a tap is audited: so is its replay.
+        """
+        leaves, unreplayed = [*map(local_shard, leaves)], list[dict[str, Any]]()
         with self._stream.lock, raw_ops():
             step.entrance.check_key(leaves, inputs.key)
             self._generators.seed(inputs.key)
@@ -77,14 +84,34 @@ class StepGraph:
             slots: Slots
             if self._recording is None and not moved_donated and self._warm_ups >= WARM_UPS and not self._is_refused:
                 self._recording = self._capture_or_refuse(step, leaves)
+            if self._recording is not None and tap is not None:
+                # Twice, to know whether the bits of a step repeat at all; ranks cannot first ask whether some differ.
+                unreplayed = [
+                    self._run_on_copies(step, leaves, inputs, instruction_tap) for instruction_tap in (tap, None)
+                ]
             if self._recording is None:
-                slots = self._run_instructions(step, leaves)
+                slots = self._run_instructions(step, leaves, tap)
+            elif unreplayed:
+                slots = self._time_replay(step, self._recording, leaves)
             else:
                 slots = self._replay(step, self._recording, leaves)
             results = step.exit.results(slots, inputs.state)
             # The next work on this stream writes what these copies read, and it may come from another stream.
             self._stream.wait_for_caller()
+            if unreplayed:
+                refuse_wrong_replay(results, *unreplayed)
         return Result(**results)
+
+    def _run_on_copies(
+        self, step: CapturedStep, leaves: Sequence[Any], inputs: StepInputs, tap: Tap | None
+    ) -> dict[str, Any]:
+        """Return the results of the instructions, which overwrite copies, so that a replay computes the same step."""
+        donated = step.entrance.donated
+        copies = [copy_leaf(leaf) if index in donated else leaf for index, leaf in enumerate(leaves)]
+        results = step.exit.results(self._run_instructions(step, copies, tap), inputs.state)
+        self._stream.wait_for_caller()
+        self._generators.seed(inputs.key)
+        return results
 
     def _note_addresses(self, step: CapturedStep, leaves: Sequence[Any]) -> bool:
         """Compare addresses with the step before; return whether a leaf moved that can only be read where it is."""
@@ -111,11 +138,11 @@ class StepGraph:
         self._copied |= moved - fixed
         return bool(fixed)
 
-    def _run_instructions(self, step: CapturedStep, leaves: Sequence[Any]) -> Slots:
+    def _run_instructions(self, step: CapturedStep, leaves: Sequence[Any], tap: Tap | None) -> Slots:
         self._warm_ups += 1
         with self._stream.between_callers_work():
             slots = step.entrance.fill_slots(leaves, self._generators)
-            step.execute(slots)
+            step.execute(slots, tap=tap)
         return slots
 
     def _capture_or_refuse(self, step: CapturedStep, leaves: Sequence[Any]) -> Recording | None:
@@ -169,9 +196,17 @@ class StepGraph:
             step.end_replay()
         return recording.slots
 
+    def _time_replay(self, step: CapturedStep, recording: Recording, leaves: Sequence[Any]) -> Slots:
+        synchronize(leaves)
+        start = time.perf_counter()
+        slots = self._replay(step, recording, leaves)
+        synchronize(leaves)
+        step.replay_seconds = time.perf_counter() - start
+        return slots
+
 
 class CapturedStep(PreparedStep):
-    """A program lowered for one signature, whose steps are replays of one graph; audited steps run without it.
+    """A program lowered for one signature, whose steps are replays of one graph.
 
     Attributes:
         in_lockstep: whether other processes capture and replay their graphs in the same steps.
@@ -207,10 +242,10 @@ class CapturedStep(PreparedStep):
         tap: Tap | None = None,
     ) -> Result:
         """Run one step as `PreparedStep.run` does; by a graph, unless something looks at its values."""
-        if see is not None or tap is not None:
+        if see is not None:
             return super().run(leaves, inputs, recorded=recorded, see=see, tap=tap)
         self.check_call(inputs)
-        return self._graph.run(self, leaves, inputs)
+        return self._graph.run(self, leaves, inputs, tap)
 
 
 def with_device_numbers(inputs: StepInputs, device: torch.device | None = None) -> StepInputs:

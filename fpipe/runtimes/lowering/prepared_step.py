@@ -52,9 +52,11 @@ class PreparedStep:
 
     Attributes:
         audits_by_number: whether audits take no regard of time, so that all ranks audit in the same steps.
+        replay_seconds: how long the last audited replay of a graph took; None if steps are no replays.
     """
 
     audits_by_number = False
+    replay_seconds: float | None = None
 
     def __init__(
         self,
