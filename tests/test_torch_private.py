@@ -266,3 +266,18 @@ def test_captures_free_workspaces_and_end_their_allocation(monkeypatch: pytest.M
         cuda.clear_workspaces(device)
         cuda.end_allocation(device, (0, 1))
     assert calls == ["clear", "end"]
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "count"),
+    [("cuda:0", "2.13.0+cu130", 2), ("cuda:0", "2.14.1+cu130", 0), ("xpu:0", "2.15.0", 2)],
+)
+def test_generators_are_registered_where_graphs_do_not_register_them(
+    monkeypatch: pytest.MonkeyPatch, device: str, version: str, count: int
+):
+    monkeypatch.setattr(cuda, "__version__", version)
+    registered = list[torch.Generator]()
+    graph = SimpleNamespace(register_generator_state=registered.append)
+    generators = [torch.Generator(), torch.Generator()]
+    cuda.register_generators(torch.device(device), graph, generators)
+    assert registered == generators[:count]

@@ -1,13 +1,24 @@
-"""Reach the workspaces and memory pools of CUDA behind the capture of graphs."""
+"""Reach the workspaces, memory pools and generators of CUDA behind the capture of graphs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion, __version__
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+
+def register_generators(device: torch.device, graph: Any, generators: Iterable[torch.Generator]) -> None:
+    """Register all generators that a graph will draw from, before its capture."""
+    # From torch 2.14 on a CUDA graph registers a generator when that draws first, and its method only warns.
+    if device.type == "cuda" and TorchVersion(__version__) >= "2.14":
+        return
+    for generator in generators:
+        graph.register_generator_state(generator)
 
 
 def clear_workspaces(device: torch.device) -> None:

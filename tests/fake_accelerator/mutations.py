@@ -21,7 +21,7 @@ import fpipe
 
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
 OF_PROCESSES = (*WAITS, "wait", "wait_for", "wait_on")
-OF_GRAPHS = (*WAITS, "register_generator_state", "seed", "copy_")
+OF_GRAPHS = (*WAITS, "register_generators", "seed", "copy_")
 RESULTS = "lowering/slots.py"
 """The file that clones the results of a graph."""
 UNSEEN = (

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fpipe.torch_private.cuda import clear_workspaces, end_allocation
+from fpipe.torch_private.cuda import clear_workspaces, end_allocation, register_generators
 
 T = TypeVar("T")
 
@@ -66,8 +66,7 @@ class GraphStream:
             generators: all that it draws from. They are seeded before a replay, not in `run`.
         """
         graph = self._graph_class()
-        for generator in generators:
-            graph.register_generator_state(generator)
+        register_generators(self.device, graph, generators)
         # What Python's collector frees in the middle of a capture, such as another graph, would break it. Memory that
         # the allocator has cached cannot serve the pool, nor be given back while a capture runs.
         gc.collect()
