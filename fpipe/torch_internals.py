@@ -6,14 +6,18 @@ A step reads flags, modes and hooks each time it runs, so these are read in the 
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, overrides
 from torch._ops import OpOverload as OpOverload
 from torch.autograd import profiler
@@ -33,6 +37,41 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _TORCH: Any = torch
 _FAKE: Any = _C._TorchDispatchModeKey.FAKE
+
+
+class _RankFilter(logging.Filter):
+    """Filter that lets all records pass and gives them this process's rank."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return True
+
+
+def logger_of(module_name: str) -> logging.Logger:
+    """Return the logger of a module of the package, below "fpipe"; its records have the attribute `rank`."""
+    logger = logging.getLogger(module_name)
+    if not logger.filters:
+        logger.addFilter(_RankFilter())
+    return logger
+
+
+def warn(message: str, stacklevel: int = 1) -> None:
+    """Warn as `warnings.warn` does; in a run of several processes the first alone warns, and others log it.
+
+    2.13: `_get_default_store`.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        key = f"fpipe/warning/{hashlib.sha256(message.encode()).hexdigest()}"
+        store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        # The process that keeps the store may be gone: then each warns.
+        with suppress(RuntimeError):
+            if store.add(key, 1) > 1:
+                _LOG.info(message)
+                return
+    warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+_LOG = logger_of("fpipe")
 
 
 def schema_arguments(op: Any) -> Any:

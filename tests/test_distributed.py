@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from contextlib import nullcontext
+import warnings
 from functools import cache, partial
 from typing import Any
 
@@ -226,20 +226,19 @@ def test_all_ranks_get_the_same_profile(pair: Processes):
     assert costs[3] >= 0  # of so little two busy cores measure nothing at times
 
 
-def step_on_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
-    """Run two pipelines of two ranks next to each other: a dimension "dp" looks like one of replicas."""
+def step_on_mesh(rank: int, names: tuple[str, str]) -> tuple[list[Any], list[str]]:
+    """Run two pipelines of two ranks next to each other; return what differs, and warnings."""
     other_dim = names[names[0] == "pp"]
-    warning = "dimension 'dp' of the mesh has 2 processes, and the program no replicas along it: each trains apart."
-    maybe_warns = pytest.warns(UserWarning, match=warning) if other_dim == "dp" else nullcontext()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     pp_rank, batch = mesh.get_local_rank("pp"), rows(10 + 2 * mesh.get_local_rank(other_dim))
-    with maybe_warns:
+    with warnings.catch_warnings(record=True, action="always") as caught:
         program, plain_step, step, params = build_blocks(mesh=mesh)
     result, reference = step(local_part(program, pp_rank, params), batch), plain_step(params, batch)
     norm, expected = fpipe.global_norm(result.grads, mesh=mesh), fpipe.global_norm(reference.grads)
     with pytest.raises(ValueError, match=f"the gradients of stage {1 - pp_rank} are on another rank"):
         fpipe.global_norm(result.grads)
-    return [*differing_fields(pp_rank, program, result, reference), *(["norm"] * (not torch.equal(norm, expected)))]
+    differences = differing_fields(pp_rank, program, result, reference)
+    return differences + ["norm"] * (not torch.equal(norm, expected)), [str(warning.message) for warning in caught]
 
 
 def refusals_without_pp(rank: int) -> list[str]:
@@ -250,7 +249,14 @@ def refusals_without_pp(rank: int) -> list[str]:
 
 def test_the_dimension_pp_of_a_mesh_has_the_ranks(four: Processes):
     for names in (("dp", "pp"), ("pp", "pairs")):
-        assert four.run(step_on_mesh, names) == [[]] * 4
+        results = four.run(step_on_mesh, names)
+        assert [differences for differences, _ in results] == [[]] * 4
+        # A dimension "dp" looks like one of replicas. Of four ranks one says so.
+        messages = [message for _, messages in results for message in messages]
+        assert len(messages) == ("dp" in names)
+        assert all(
+            "'dp' of the mesh has 2 processes, and the program no replicas along it" in text for text in messages
+        )
     for errors in four.run(refusals_without_pp):
         assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has dp. Say mesh=init" in errors[0]
         assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has none with a name." in errors[1]

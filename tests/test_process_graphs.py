@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -101,19 +102,20 @@ def refuse_capture(rank: int, call: str) -> list[str]:
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         if call == "capture_begin" or torch.get_device_module("fake").is_current_stream_capturing():
-            raise RuntimeError("this driver captures nothing")
+            raise RuntimeError(f"this driver captures no {call}")
         return plain_call(*arguments, **options)
 
-    sentence = "runs without a graph, .*this driver captures nothing"
     patched = patch.object(owner, call, refuse if rank == 1 else plain_call)
-    with patched, pytest.warns(UserWarning, match=sentence) as warned:
+    with patched, warnings.catch_warnings(record=True, action="always") as caught:
         _ = [step(params, batch) for batch in batches]
-    return [str(warning.message) for warning in warned]
+    return [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("call", ["capture_begin", "send"])
 def test_a_rank_that_cannot_capture_lets_all_run_plainly(pair: Processes, call: str):
-    assert [len(messages) for messages in pair.run(refuse_capture, call)] == [1, 1]
+    messages = [message for rank_messages in pair.run(refuse_capture, call) for message in rank_messages]
+    assert 1 <= len(messages) <= 2  # the first rank that comes to a reason says it
+    assert all(re.search(f"runs without a graph, .*this driver captures no {call}", message) for message in messages)
 
 
 def move_donated_params(rank: int) -> str:

@@ -277,7 +277,9 @@ def test_a_slow_trace_of_another_row_count_is_logged_once(
     step = fpipe.build(fpipe.program(model), model)
     for rows in (16, 16, 13, 7, 16):
         step(({"w": torch.tensor(2.0)},), (torch.ones(rows, 3), torch.ones(rows, 3)))
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "fpipe"]
+    (record,) = [record for record in caplog.records if record.name == "fpipe.runtimes.lowering.signature"]
+    assert record.rank == 0
+    message = record.getMessage()
     assert "batch[0] was float32[16, 3] with strides [3, 1] on cpu and is float32[13, 3]" in message
     assert "drop_last=True" in message
 

@@ -5,7 +5,6 @@ step(params, batch, state=, key=, opt=, lr=, scale=)        -->        run(StepI
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from fpipe.meaning.single_device.params_and_state import describe_padding, refus
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model
 from fpipe.program import Program
+from fpipe.torch_internals import warn
 from fpipe.transforms.update import is_post_validated, with_waiting_updates
 
 Number = float | Tensor
@@ -173,7 +173,7 @@ def warn_of_padding(program: Program, model: Model, batch: Any, labels: tuple[st
             continue  # a wrong batch, which the step refuses
         warning = describe_padding(model.loss, pair, labels, presplit=presplit)  # pyright: ignore[reportUnknownArgumentType]
         if warning:
-            warnings.warn(warning, stacklevel=3)
+            warn(warning, stacklevel=3)
             return True
     return False
 

@@ -11,7 +11,6 @@ bytes     depend on the program too:            counted for each program, by `fp
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,6 +43,7 @@ from fpipe.runtimes.lowering.slots import ProcessContext
 from fpipe.runtimes.lowering.stage_calls import UntracedStages
 from fpipe.timing.costs import Costs, Storages
 from fpipe.timing.timeline import Timeline
+from fpipe.torch_internals import warn
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.communicate import communicate
 from fpipe.transforms.merge import merge
@@ -152,7 +152,7 @@ def profile(
     try:
         byte_sizes = sizes(halves, model, params, batch, state=state)
     except ValueError as error:
-        warnings.warn(f"these costs have no bytes: {error}", stacklevel=2)
+        warn(f"these costs have no bytes: {error}", stacklevel=2)
         byte_sizes = None
     transfer_costs = TransferSeconds(0, 0, 0) if is_serial else transfer_seconds(timelines)
     return Costs(**mean_seconds(program, runs, is_serial), **transfer_costs._asdict(), bytes=byte_sizes)

@@ -9,7 +9,6 @@ read in two stages is tied.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +35,7 @@ from fpipe.models.exporting.net_graph import NetGraph, read_graph, tensors_of
 from fpipe.models.exporting.node_contexts import autocast_eps
 from fpipe.models.exporting.opaque_modules import Exported, export_with_opaque_modules
 from fpipe.timing.costs import Costs
+from fpipe.torch_internals import warn
 
 Params = tuple[dict[str, Tensor], ...]
 
@@ -120,13 +120,13 @@ def from_module(
     except ValueError as error:
         raise ValueError(" ".join([str(error), *exported.explanations])) from None
     if exported.explanations:
-        warnings.warn("\n".join(exported.explanations), stacklevel=2)
+        warn("\n".join(exported.explanations), stacklevel=2)
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
     result = graph.output if loss is not None else _loss_of(graph.output)
     labels = None if loss is not None else _labels_of(graph, _inputs(graph, batch[0]))
     message = describe_padding(loss, batch, labels) if reduction == "mean" else ""
     if message:
-        warnings.warn(message, stacklevel=2)
+        warn(message, stacklevel=2)
     # 3) Cut the graph at the marks into stage functions, and make a model of them.
     marked = MarkedGraph(graph)
     tensors = with_untrained(marked, tensors)
@@ -235,7 +235,7 @@ def _warn_of_fixed_rows(guard: BatchGuard) -> None:
     """Warn if the trace has fixed the number of rows, so that each microbatch must have as many."""
     if (fixed := guard.fixed_rows()) is not None:
         path, rows = fixed
-        warnings.warn(
+        warn(
             f"the net fixes the {rows} rows of {path}, as len(x) and list(x) do (x.shape[0] leaves them open): it "
             f"runs in microbatches of {rows} rows only. Say microbatches=m to trace the first of m microbatches of the "
             "example, or microbatches=1 if the example is one.",

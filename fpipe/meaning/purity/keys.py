@@ -8,7 +8,6 @@ So every schedule draws the same numbers on every rank, and a recomputed forward
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from fpipe.meaning.purity.ambient import in_fake_mode
+from fpipe.torch_internals import warn
 
 TORCH_CPU_GENERATOR: torch.Generator = torch.default_generator
 """Torch's default generator on the CPU; while a stage is traced, `torch.default_generator` may be another one."""
@@ -188,7 +188,7 @@ class KeyWatch:
         self._steps.append((key, versions))
         (first_key, first_versions), (last_key, last_versions) = self._steps[0], self._steps[-1]
         if first_versions != last_versions and first_key == last_key:
-            warnings.warn(
+            warn(
                 f"two steps of a training were handed key={key!r}, so that they dropped the same units. Hand in a new "
                 "one each step, such as fpipe.fold_in(key, step).",
                 stacklevel=5,

@@ -8,7 +8,6 @@ the old value, so that the write falls into the stage that computes it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import getitem
@@ -34,6 +33,7 @@ from fpipe.meaning.purity.write_guard import mutated_nodes
 from fpipe.models.exporting.node_contexts import keep_attention_backends, note_attention_backends
 from fpipe.models.exporting.opaque_ops import FunctionCall, apply_as_ops
 from fpipe.models.exporting.source_locations import location_of, was_traced_with_grad
+from fpipe.torch_internals import warn
 from fpipe.torch_private import dispatch
 from fpipe.torch_private.fx import (
     ENTER_AUTOCAST,
@@ -91,7 +91,7 @@ class OnlyTraceable(TorchFunctionMode):
     def warn(self, stacklevel: int) -> None:
         """Warn of a gradient in Python, which the trace does not contain."""
         if self.in_python:
-            warnings.warn(
+            warn(
                 f"{self.who} computes a gradient in Python (a hook of a module, or a Function that takes a size), and "
                 "a trace above autograd has only its forward, which stages differentiate. Compare gradients by "
                 "fpipe.verify, or use from_sequential or from_functions.",

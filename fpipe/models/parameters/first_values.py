@@ -8,7 +8,6 @@ every cut, whatever else is made there.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.meaning.purity.keys import fold_in, with_seed
-from fpipe.torch_internals import ModuleDicts, direct_members, version_of
+from fpipe.torch_internals import ModuleDicts, direct_members, version_of, warn
 from fpipe.torch_private.modules import set_module_dicts
 from fpipe.torch_private.processes import strided_shard
 
@@ -77,7 +76,7 @@ class FirstValues:
         """Warn of leaves whose values from the making of the net, other than by reset_parameters(), were lost."""
         if self.rewritten_names:
             first_name, *more_names = self.rewritten_names
-            warnings.warn(
+            warn(
                 f"{first_name!r}{f' and {len(more_names)} more have' if more_names else ' has'} values by "
                 "reset_parameters() of the module; others that were given when the net was made were lost on meta. "
                 "Give those by init=, a function of name and tensor, which returns False for other leaves.",

@@ -5,7 +5,6 @@ load_params(model, program, "model.safetensors", rank=1)        -->        (None
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,7 +18,7 @@ from fpipe.models.parameters.params import local_params
 from fpipe.models.parameters.sources import TensorSource, source_of
 from fpipe.positional_stage import PositionalStage, net_stage_of
 from fpipe.program import Program
-from fpipe.torch_internals import direct_members
+from fpipe.torch_internals import direct_members, warn
 from fpipe.torch_private.modules import is_in_state_dict
 
 Params = tuple[dict[str, Tensor] | None, ...]
@@ -150,7 +149,7 @@ def _warn_if_all_have_values(model: Model, leaves: Sequence[Sequence[tuple[str, 
     """Warn if all parameters of a net, on whichever rank, have values."""
     names = [(leaf[0], run) for run, stage in zip(net_stages(model), leaves, strict=True) for leaf in stage]
     if names and not any(getattr(*run.home_of(name)).is_meta for name, run in names):
-        warnings.warn(
+        warn(
             f"init_params copies {names[0][0]!r}{f' and {len(names) - 1} more' * (len(names) > 1)}: no parameter of "
             "the net is on meta, so the seed changes nothing. For first values make the net under "
             'torch.device("meta"), or say init=.',

@@ -19,7 +19,6 @@ stay where they are.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -44,7 +43,7 @@ from fpipe.runtimes.lowering.instructions import InstructionGenerators
 from fpipe.runtimes.lowering.lane import See
 from fpipe.runtimes.lowering.prepared_step import PreparedStep, synchronize
 from fpipe.runtimes.lowering.rank_part import Slots, Tap
-from fpipe.torch_internals import is_profiled, version_of
+from fpipe.torch_internals import is_profiled, version_of, warn
 
 WARM_UPS = 2
 """Steps on the stream of graphs before a capture: at their first call libraries load kernels and make workspaces."""
@@ -155,7 +154,7 @@ class StepGraph:
         reason = step.agree_on_capture(failure)
         if not reason:
             return recording
-        warnings.warn(f"this step runs without a graph, which cannot be captured: {reason}", stacklevel=2)
+        warn(f"this step runs without a graph, which cannot be captured: {reason}", stacklevel=2)
         self._is_refused = True
         return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,7 +35,7 @@ from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.slots import ProcessContext
 from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, UntracedStages
 from fpipe.runtimes.lowering.untraced_stages import UnexpectedValue
-from fpipe.torch_internals import has_hooks_on_all_modules
+from fpipe.torch_internals import has_hooks_on_all_modules, warn
 from fpipe.transforms.communicate import with_transfers
 
 
@@ -119,7 +118,7 @@ def build_local_step(
             if options.graph:
                 raise ValueError(NEEDS_TRACES.format(reason)) from error
             result = reference_step.run(inputs)
-            warnings.warn(f"this step runs every stage under autograd: {reason}", stacklevel=3)
+            warn(f"this step runs every stage under autograd: {reason}", stacklevel=3)
             return result
         # b. Lower a new signature. Its first step may have run by the definition on the way.
         if prepared is _UNKNOWN:
@@ -148,7 +147,7 @@ def build_local_step(
             # The definition raises the stage's own error, if it has one.
             result = reference_step.run(inputs)
             step_by_signature[signature] = None
-            warnings.warn(f"steps run every stage under autograd from now on: {error}", stacklevel=3)
+            warn(f"steps run every stage under autograd from now on: {error}", stacklevel=3)
             return result
 
     return Step(program, model, run)
@@ -183,9 +182,9 @@ def _prepare_first_step(
                 reason = "; ".join([*untraced.stages.values(), str(error)])
                 if needs_traces:
                     raise ValueError(NEEDS_TRACES.format(reason)) from error
-                warnings.warn(f"this step runs every stage under autograd, without a trace: {reason}", stacklevel=5)
+                warn(f"this step runs every stage under autograd, without a trace: {reason}", stacklevel=5)
                 return result, None
             untraced.stages[error.stage] = str(error)
     for _, reason in untraced.unexpected_reasons():
-        warnings.warn(f"{UNDER_AUTOGRAD}: {reason}", stacklevel=5)
+        warn(f"{UNDER_AUTOGRAD}: {reason}", stacklevel=5)
     return reference_result, prepared

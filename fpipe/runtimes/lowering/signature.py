@@ -5,8 +5,6 @@ step(params, batch, state)    -->    containers, shapes, dtypes, strides, device
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any
@@ -20,6 +18,7 @@ from fpipe.meaning.purity.sharded import local_shard, sharding_of
 from fpipe.meaning.purity.write_guard import layout_of
 from fpipe.model import Model
 from fpipe.positional_stage import net_stage_of
+from fpipe.torch_internals import logger_of, warn
 from fpipe.torch_private.dispatch import overrides_torch_functions
 
 
@@ -94,7 +93,7 @@ class Signatures:
             )
         if self._trace_count == _MAX_TRACES + 1:
             change = _describe_change(self._last_traced, signature, arguments)
-            warnings.warn(
+            warn(
                 f"this step was traced again {_MAX_TRACES} times, since each step was handed something else: last time "
                 f"{change}. Hand in a number that changes as a 0-d tensor, pad batches to few sizes, or build with "
                 "trace=False.",
@@ -106,7 +105,7 @@ class Signatures:
 _MAX_TRACES = 8
 _SLOW_TRACE = 0.5
 """Seconds after which a second trace is worth a line in the log."""
-_LOG = logging.getLogger("fpipe")
+_LOG = logger_of(__name__)
 
 
 _TENSORS = (Tensor, torch.nn.Parameter)

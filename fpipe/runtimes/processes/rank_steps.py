@@ -5,7 +5,6 @@ step(params, batch)        --> signature --> agree if it is new --> run --> vote
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, UntracedStages
 from fpipe.runtimes.processes.captured_rank_step import CapturedRankStep
 from fpipe.runtimes.processes.rank_step import RankLinks, RankStep, RemoteLoss
 from fpipe.runtimes.processes.replicas import Voters
+from fpipe.torch_internals import warn
 
 CheckBatch = Literal["first", "always", "never"]
 _FIRST_STEPS, _INTERVAL = 10, 100
@@ -124,7 +124,7 @@ class RankSteps:
         local_stages = {op.stage for op in forwards if op.rank == self.links.rank}
         for stage, reason in untraced.unexpected_reasons() if traces else ():
             if stage in local_stages:
-                warnings.warn(f"{UNDER_AUTOGRAD}: {reason}", stacklevel=4)
+                warn(f"{UNDER_AUTOGRAD}: {reason}", stacklevel=4)
         return prepared
 
     def agree(self, sync_point: str, input_name: str, prepared: RankStep, key: Keys, more_claims: Claims) -> None:

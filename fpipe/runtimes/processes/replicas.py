@@ -10,7 +10,6 @@ the processes of each rank vote: that they are done, and have equal counts of ro
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -31,6 +30,7 @@ from fpipe.runtimes.lowering.lane import Launch, Launched, Watch
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
 from fpipe.runtimes.lowering.shard_shapes import Share, SharedValue, shard_of
 from fpipe.runtimes.processes.collective_parts import CollectiveLane, CollectivePart, CombinedWork, parts_of_op
+from fpipe.torch_internals import warn
 from fpipe.torch_private.processes import coalesce, is_on_streams, timeout_of, world_group
 from fpipe.transforms.data_parallel import replica_axes
 
@@ -229,7 +229,7 @@ class Replicas:
         if replica is not None and not self._has_warned:
             self._has_warned = True
             first_replica = batch_digests.index(batch_digests[replica])
-            warnings.warn(
+            warn(
                 f"replica {first_replica} and replica {replica} were handed the same rows: their sum says "
                 "no more than one of them. DistributedSampler(dataset, replicas, replica) gives each its own.",
                 stacklevel=8,
@@ -282,7 +282,7 @@ def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
         return world_group()
     for name in names:
         if name.startswith("dp") and name not in axes and mesh.size(names.index(name)) > 1:
-            warnings.warn(
+            warn(
                 f"dimension {name!r} of the mesh has {mesh.size(names.index(name))} processes, and the program no "
                 f"replicas along it: each trains apart. Put fpipe.data_parallel({name!r}) behind fpipe.merge(), unless "
                 "you add up the gradients yourself.",
