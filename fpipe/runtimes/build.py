@@ -16,11 +16,12 @@ from fpipe.meaning.devices import check_devices
 from fpipe.meaning.inputs_and_results import check_example, check_match, refuse_meta_constants
 from fpipe.meaning.optimizers.optimizer_state import find_update
 from fpipe.meaning.step import Step, StepOptions, check_autocast_dtype, post_validated, under_autocast
-from fpipe.meaning.step_by_count import ProgramOfCount, build_by_count, count_microbatches
+from fpipe.meaning.step_by_count import ProgramOfCount, build_by_count, count_microbatches, program_of_count
 from fpipe.meaning.walk import walk
 from fpipe.model import Model, in_current_mode
 from fpipe.program import Program, Value, require_program
 from fpipe.transforms.communicate import with_transfers
+from fpipe.transforms.update import with_waiting_updates
 
 if TYPE_CHECKING:
     import torch
@@ -82,8 +83,8 @@ def build(
         mesh: of runtime="distributed", the DeviceMesh whose dimension "pp" has a process for each rank, and that of
             `data_parallel` one for each replica; without it torch.distributed's default group. Each process passes and
             gets only what is its own (`local_params`), and None for other ranks' stages; all of a replica pass its
-            batch, or None for the side of it that is at home elsewhere. Its other dimensions are of processes that
-            share stages, whose parameters may be DTensors over them.
+            batch, or None for the side of it that is at home elsewhere, whatever its lengths. Its other dimensions are
+            of processes that share stages, whose parameters may be DTensors over them.
         timeout: of runtime="distributed", seconds to wait for another rank; without it the group's own.
         broadcast: of runtime="distributed", whether every rank gets the loss, and not only rank 0 and the one that
             computes it.
@@ -188,10 +189,7 @@ def build(
         if model.fingerprint is not None:
             model.fingerprint.refuse_changed()
         if example is None and runtime == "distributed":
-            raise ValueError(
-                "runtime='distributed' needs example=(params, batch), for which meta tensors will do: each rank must "
-                "know the shapes of all."
-            )
+            raise ValueError(_NEEDS_EXAMPLE)
         return None if example is None else check_example(example)
 
     # 2. Choose what builds the step of a program on this runtime.
@@ -202,10 +200,19 @@ def build(
         from fpipe.runtimes.processes.distributed import ProcessOptions, build_rank_step
 
         process_options = ProcessOptions(mesh, example, timeout if is_timeout_valid else None, broadcast, check_batch)
+        if make_program is not None:
+            if example is None:
+                raise ValueError(_NEEDS_EXAMPLE)
+            program = program_of_count(make_program, example_count)
+        first_program = program
 
         def build_step(program: Program, donate: bool) -> Step:
+            # The second step of validate="after" comes with another program: its updates wait, for any count.
+            waits = program is not first_program
+            make = None if make_program is None else partial(_make_waiting if waits else program_of_count, make_program)
             check = partial(check_arguments, program)
-            return build_rank_step(program, model, check, replace(options, donate=donate), process_options)
+            step_options = replace(options, donate=donate)
+            return build_rank_step(program, model, check, step_options, replace(process_options, make_program=make))
 
     else:
         # Before autocast is on, where torch would warn of it.
@@ -244,3 +251,13 @@ def build(
     if make_program is not None and runtime != "distributed":
         return under_autocast(autocast, lambda: build_by_count(make_program, build_program, example_count))
     return under_autocast(autocast, lambda: build_program(require_program(program)))
+
+
+_NEEDS_EXAMPLE = (
+    "runtime='distributed' needs example=(params, batch), for which meta tensors will do: each rank must know the "
+    "shapes of all."
+)
+
+
+def _make_waiting(make_program: ProgramOfCount, count: int) -> Program:
+    return with_waiting_updates(program_of_count(make_program, count))

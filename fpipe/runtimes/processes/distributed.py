@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
+from fpipe.meaning.inputs_and_results import check_match
 from fpipe.meaning.optimizers.optimizer_state import example_optim
-from fpipe.meaning.purity.sharded import is_sharded
-from fpipe.meaning.purity.write_guard import is_strided
 from fpipe.meaning.step import Step, StepInputs, StepOptions
+from fpipe.meaning.step_by_count import ProgramOfCount
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program
@@ -38,8 +38,16 @@ from fpipe.runtimes.processes.captured_rank_step import refuse_uncapturable_mess
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane, bind_exchanges
 from fpipe.runtimes.processes.message_order import messages_of, with_results_last
 from fpipe.runtimes.processes.rank_step import RankLinks
-from fpipe.runtimes.processes.rank_steps import COMPILE_SECONDS, CheckBatch, RankSteps, end_run_on_error
+from fpipe.runtimes.processes.rank_steps import COMPILE_SECONDS, CheckBatch, RankSteps, as_meta, end_run_on_error
 from fpipe.runtimes.processes.replicas import Voters, group_of, refuse_wrong_size, replicas_of, with_reduced_last
+from fpipe.runtimes.processes.step_header import (
+    StepsByHeader,
+    claims_by_count,
+    merge_sides,
+    refuse_one_count,
+    refuse_other_exchanges,
+    sides_of,
+)
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.torch_private.processes import timeout_of
 from fpipe.transforms.communicate import with_transfers
@@ -56,6 +64,7 @@ class ProcessOptions:
         timeout: seconds to wait for another rank; None for the group's.
         broadcast: whether every rank gets the loss.
         check_batch: when the ranks of a replica compare their batches.
+        make_program: returns the program for a number of microbatches, if it follows from the batch.
     """
 
     mesh: DeviceMesh | None
@@ -63,6 +72,7 @@ class ProcessOptions:
     timeout: float | None
     broadcast: bool
     check_batch: CheckBatch
+    make_program: ProgramOfCount | None = None
 
 
 def build_rank_step(
@@ -83,7 +93,7 @@ def build_rank_step(
         process_options: options of this runtime.
     """
     # 1. Find this process's rank, and start to watch, so that an error from here on reaches the other ranks.
-    mesh = process_options.mesh
+    mesh, make_program = process_options.mesh, process_options.make_program
     group = group_of(program, mesh)
     rank, processes = group.rank(), dist.get_process_group_ranks(group)
     device = next(
@@ -106,9 +116,13 @@ def build_rank_step(
         lane = ExchangeLane(axes, device, watchdog)
         signatures = Signatures(model)
         watchdog.faults.write_name()
-        params, *batch_and_state = check_arguments()
+        params, batch, state = check_arguments()
+        if make_program is not None:
+            sides = sides_of(batch)
+            batch = merge_sides([sides], sides, program.microbatches)
+            refuse_one_count(lane, step_options, replicas)
         groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
-        shapes = StepInputs(*tree.tree_map(_on_meta, (_fill_params(model, params), *batch_and_state)))
+        shapes = StepInputs(*tree.tree_map(as_meta, (_fill_params(model, params), batch, state)))
         shapes = replace(shapes, optim=example_optim(program, shapes.params))
         shapes = with_device_numbers(shapes, device) if step_options.graph else shapes
         if step_options.graph:
@@ -116,18 +130,23 @@ def build_rank_step(
         # 3. Transform the program.
         recorded = program if step_options.record else None
         refuse_wrong_size(group, program, mesh)
-        check_placements(program)
-        program = with_transfers(_with_loss_ranks(program, process_options.broadcast))
-        program = with_reduced_last(with_results_last(program))
+        program = _lay_out(program, process_options.broadcast)
         # 4. Compare programs before any connection is made: ranks of other programs would wait for different messages.
         options = vars(step_options) | {"check_batch": process_options.check_batch}
         # A step in processes always runs.
         del options["runs"]
         all_ranks = meeting if replicas is None else replicas.meeting
-        all_ranks.agree(_BUILDING, claims_of_build(program, shapes.params, options))
+        claims = claims_of_build(program, shapes.params, options)
+        all_ranks.agree(_BUILDING, claims if make_program is None else claims_by_count(program, claims))
+
         # 5. Connect to the other ranks of the pipeline.
-        transfers = Transfers(messages_of(program), rank, group, watchdog, meeting, device, timedelta(seconds=seconds))
-        groups += transfers.groups
+        def connect(program: Program, connected: Transfers | None = None) -> Transfers:
+            link_options = meeting, device, timedelta(seconds=seconds), connected
+            transfers = Transfers(messages_of(program), rank, group, watchdog, *link_options)
+            groups.extend(new_group for new_group in transfers.groups if new_group not in groups)
+            return transfers
+
+        transfers = connect(program)
         links = RankLinks(rank, group, watchdog, transfers, replicas, lane)
         voters = Voters(group, "rank", watchdog, transfers.carrier_device)
         watch = partial(watchdog.begin, meeting.key, seconds=seconds, groups=groups)
@@ -154,11 +173,31 @@ def build_rank_step(
             all_ranks.agree(_TRACED, example_step.stage_claims, patience=COMPILE_SECONDS * step_options.compile)
     example_signature = signatures.of(*tree.flatten(shapes.trees), homes=repeat(device))
     steps.step_by_signature[example_signature] = example_step
-    return Step(program, model, steps.run, steps.report_errors)
+
+    # 7. Programs of other numbers of microbatches join later, when all ranks of this replica come to their first step.
+    def add_program(other_program: Program, step_number: int) -> RankSteps:
+        check_match(other_program, model)
+        refuse_wrong_size(group, other_program, mesh)
+        laid_out = _lay_out(other_program, process_options.broadcast)
+        refuse_other_exchanges(program, laid_out)
+        sync_point = f"step {step_number} with {laid_out.microbatches} microbatches"
+        meeting.agree(sync_point, {"program": str(laid_out).splitlines()})
+        other_links = links._replace(transfers=connect(laid_out, transfers))
+        other_recorded = other_program if step_options.record else None
+        return replace(steps, program=laid_out, recorded=other_recorded, links=other_links)
+
+    steps_by_header = StepsByHeader(steps, make_program, add_program)
+    return Step(program, model, steps_by_header.run, steps.report_errors)
 
 
 _BUILDING = "building the step"
 _TRACED = "building the step, after the trace"
+
+
+def _lay_out(program: Program, broadcast: bool) -> Program:
+    """Return the program with its messages, in the order in which a rank runs it."""
+    check_placements(program)
+    return with_reduced_last(with_results_last(with_transfers(_with_loss_ranks(program, broadcast))))
 
 
 def _with_loss_ranks(program: Program, broadcast: bool) -> Program:
@@ -176,13 +215,6 @@ def _with_loss_ranks(program: Program, broadcast: bool) -> Program:
 
     outputs = tuple(output._replace(homes=homes(output)) for output in program.outputs)
     return Program.trusted(program.inputs, program.ops, outputs)
-
-
-def _on_meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or is_sharded(leaf) or not is_strided(leaf):
-        return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
-    # `.to("meta")` makes a view with gaps, such as a shard, contiguous, and the signature has strides.
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _fill_params(model: Model, params: Any) -> Any:

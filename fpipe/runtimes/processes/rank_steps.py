@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.tracing.trace_cache import LRUCache
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.attributes import quote_user_line
+from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.purity.write_guard import is_strided
 from fpipe.meaning.single_device.params_and_state import check_params
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import Keys, StepInputs, StepOptions
@@ -71,6 +74,7 @@ class RankSteps:
         device: the device of the example.
         watch: begins to watch the step of a number.
         begun: how many steps have begun.
+        has_one_signature: whether all steps have one signature, which a header has told.
     """
 
     program: Program
@@ -86,13 +90,17 @@ class RankSteps:
     device: torch.device
     watch: Callable[[int], None]
     begun: int = 0
+    has_one_signature: bool = False
+    step_by_signature: LRUCache[Any, RankStep] = field(default_factory=lambda: LRUCache(MAX_SIGNATURES))
+    graph_streams: GraphStreams | None = None
 
     def __post_init__(self) -> None:
-        self.step_by_signature = LRUCache[Any, RankStep](MAX_SIGNATURES)
+        self._single_step: RankStep | None = None
         loss_outputs = [output for output in self.program.outputs if output.name == Value("loss")]
         self.loss_ranks = [home for output in loss_outputs for home in output.homes]
         self.net_stages = [s.forward for s in self.model.stages if isinstance(s.forward, PositionalStage)]
-        self.graph_streams = GraphStreams() if self.step_options.graph else None
+        if self.step_options.graph and self.graph_streams is None:
+            self.graph_streams = GraphStreams()
 
     def prepare(self, inputs: StepInputs) -> RankStep:
         """Lower the step of a signature; what cannot be traced runs on zeros."""
@@ -148,8 +156,10 @@ class RankSteps:
         if any(stage.moved_params() for stage in self.net_stages):
             check_params(self.model, inputs.params)
         leaves, containers = tree.flatten(inputs.trees)
-        signature = self.signatures.of(leaves, containers, homes=repeat(self.device))
-        prepared = self.step_by_signature.get(signature)
+        prepared, signature = self._single_step, None
+        if prepared is None:
+            signature = self.signatures.of(leaves, containers, homes=repeat(self.device))
+            prepared = self.step_by_signature.get(signature)
         # At the first step the key is new to the other ranks.
         is_new = prepared is None or step_number == 1
         prepared = prepared or self.prepare(inputs)
@@ -159,6 +169,8 @@ class RankSteps:
         self.compare_step(step_number, local_inputs, prepared, is_new, batch_claims)
         if is_new:
             self.step_by_signature[signature] = prepared
+        if self.has_one_signature:
+            self._single_step = prepared
         prepared.refuse_missing(leaves)
         # 3. Run the instructions.
         prepared.step = step_number
@@ -170,7 +182,9 @@ class RankSteps:
         if local_inputs.optim is not None and self.links.group.size() > 1:
             self.voters.vote((), update_claims)
         if self.links.replicas is not None:
-            self.links.replicas.vote(prepared.key_number, digest_claims(batch_claims or {}), update_claims)
+            draws = key is not None or any("microbatch" in stage.keywords for stage in self.model.stages)
+            drawing = self.program.microbatches * draws
+            self.links.replicas.vote(prepared.key_number, digest_claims(batch_claims or {}), drawing, update_claims)
         if result.loss is None and self.loss_ranks:
             result = replace(result, loss=RemoteLoss(self.loss_ranks[0]))
         if local_inputs.state is None:
@@ -260,3 +274,11 @@ def _local_state(state: Any, local_state: Sequence[Any]) -> Any:
         return None
     pairs = zip(state, local_state, strict=True)
     return tuple(None if given_state is None else stage_state for stage_state, given_state in pairs)
+
+
+def as_meta(leaf: Any) -> Any:
+    """Return a leaf without its data."""
+    if not isinstance(leaf, Tensor) or is_sharded(leaf) or not is_strided(leaf):
+        return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
+    # `.to("meta")` makes a view with gaps, such as a shard, contiguous, and the signature has strides.
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")

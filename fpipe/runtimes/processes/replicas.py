@@ -81,20 +81,24 @@ class Voters:
             ValueError: the numbers for the update differ.
         """
         # A process that gets the votes knows that all others have their results, and that none can fail any more.
-        own_vote = torch.tensor([*claims, digest_claims(update_claims)], device=self._device)
-        votes = own_vote.new_empty(self._group.size(), len(own_vote))
-        try:
-            work = dist.all_gather([*votes], own_vote, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self._watchdog.as_rank_error(error, self._wait) from error
-        on_streams = self._device.type != "cpu"
-        self._watchdog.wait_for(work, self._wait, on_streams)
-        if on_streams:
-            self._watchdog.wait_on_host(work, self._wait)
-        *claims_by_column, update_digests = votes.T.tolist()
+        *claims_by_column, update_digests = self.gather((*claims, digest_claims(update_claims)), self._wait)
         if len({*update_digests}) > 1:
             self._refuse_different_updates(update_claims)
         return claims_by_column
+
+    def gather(self, numbers: Sequence[int], wait: PeerWait) -> list[list[int]]:
+        """Return lists by number, with an entry from each process."""
+        own_numbers = torch.tensor(numbers, device=self._device)
+        gathered = own_numbers.new_empty(self._group.size(), len(own_numbers))
+        try:
+            work = dist.all_gather([*gathered], own_numbers, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._watchdog.as_rank_error(error, wait) from error
+        on_streams = self._device.type != "cpu"
+        self._watchdog.wait_for(work, wait, on_streams)
+        if on_streams:
+            self._watchdog.wait_on_host(work, wait)
+        return gathered.T.tolist()
 
     def _refuse_different_updates(self, update_claims: Mapping[str, str]) -> None:
         # All processes of the group have the same votes, so all come to this collective.
@@ -201,16 +205,22 @@ class Replicas:
         """Wait until all collectives of the step are over; of a graph that is captured only its streams wait."""
         self.lane.end(self._exchanges.instruction_rows.values(), is_captured)
 
-    def vote(self, key: int | None, batch_digest: int, update_claims: Mapping[str, str]) -> None:
+    def vote(self, key: int | None, batch_digest: int, drawing: int, update_claims: Mapping[str, str]) -> None:
         """Wait until all replicas are done with the step, and compare their arguments.
+
+        Args:
+            key: the random key of the step.
+            batch_digest: a hash of the batch, or 0.
+            drawing: the number of microbatches, if stages draw numbers by the index of theirs; else 0.
+            update_claims: the numbers of the update.
 
         Raises:
             ValueError: the replicas have different counts of rows, keys, or numbers for their update.
         """
         # Votes are int64: a larger key votes by its hash.
         key_number = _NO_KEY_NUMBER if key is None else key if abs(key) < _LARGE_KEY else hash(key)
-        claims = self._exchanges.batch_rows, key_number, batch_digest
-        row_counts, keys, batch_digests = self._voters.vote(claims, update_claims)
+        claims = self._exchanges.batch_rows, key_number, batch_digest, drawing
+        row_counts, keys, batch_digests, drawing_counts = self._voters.vote(claims, update_claims)
         if len({*row_counts}) > 1:
             raise ValueError(
                 f"the batches of the replicas have {', '.join(map(str, row_counts))} rows; their losses are means, so "
@@ -219,6 +229,11 @@ class Replicas:
         if len({*keys}) > 1:
             key_list = ", ".join("None" if key == _NO_KEY_NUMBER else str(key) for key in keys)
             raise ValueError(f"the replicas have keys {key_list} in this step; all need one key.")
+        if len({*drawing_counts}) > 1:
+            raise ValueError(
+                f"the replicas have {', '.join(map(str, drawing_counts))} microbatches, whose indices choose what is "
+                "drawn: with a key all have equally many."
+            )
         self._warn_of_equal_batches(batch_digests)
 
     def _warn_of_equal_batches(self, batch_digests: Sequence[int]) -> None:

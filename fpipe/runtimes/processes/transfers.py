@@ -143,6 +143,8 @@ class Transfers:
     They are carried on the host, or with NCCL on the GPU. The host does not read headers on a GPU before the step is
     over, since that would wait for the GPU.
 
+    With `connected`, the transfers of another program, new connections are made only where that one has none.
+
     Raises:
         RankError: another rank does not connect in time.
 
@@ -161,6 +163,7 @@ class Transfers:
         meeting: Meeting,
         device: torch.device,
         timeout: timedelta,
+        connected: Transfers | None = None,
     ) -> None:
         # 1. Connect to the other ranks.
         self.device, self._watchdog = device, watchdog
@@ -175,7 +178,10 @@ class Transfers:
         watchdog.wait, self._first_tag = connecting, 0
         try:
             if self._on_streams:
-                self._group_by_direction = create_directed_groups(group, directions, rank, store, device, timeout)
+                groups = {} if connected is None else connected._group_by_direction
+                new_directions = directions - groups.keys()
+                new_groups = create_directed_groups(group, new_directions, rank, store, device, timeout)
+                self._group_by_direction = {**groups, **new_groups}
             else:
                 self._group_by_direction = connections.connect(group, directions, rank, store, timeout)
                 self._first_tag = connections.take_tags(len(messages))

@@ -1,0 +1,167 @@
+"""Ranks learn numbers and lengths of microbatches from a header, and replicas may have unlike numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import fpipe
+from tests.processes import Processes, time_call
+from tests.test_distributed import local_part, to_meta
+from tests.test_lengths import LENGTHS, attend, by_hand, cross_entropy, documents, embed, make_params
+
+OTHER_LENGTHS = (3, 8, 6, 2, 7, 4)
+BATCHES = [(12, LENGTHS), (32, LENGTHS), (12, OTHER_LENGTHS), (32, LENGTHS)]
+"""Tokens of a microbatch and lengths of the documents, of each step: 3, 1, 3 and again 1 microbatches."""
+FIXED = [(12, LENGTHS), (12, OTHER_LENGTHS), (12, LENGTHS)]
+"""Batches of three microbatches."""
+
+
+def pass_on(p: Any, x: Any) -> Any:
+    return x[0] + 0 * p["b"], x[1]
+
+
+ONE_STAGE = fpipe.from_functions([lambda p, x: attend(p, embed(p, x))], cross_entropy, reduction="count")
+
+
+def make_model(ranks: int) -> tuple[fpipe.Model, tuple[Any, ...]]:
+    """Return a model of a stage for each rank, whose middle ones read neither inputs nor targets."""
+    first_params, last_params = make_params()
+    middle = ranks - 2
+    stages = [embed, *[pass_on] * middle, attend]
+    model = fpipe.from_functions(stages, cross_entropy, reduction="count")
+    return model, (first_params, *({"b": torch.zeros(1)} for _ in range(middle)), last_params)
+
+
+def program_of(model: fpipe.Model, count: int, *transforms: Any) -> fpipe.Program:
+    schedule = fpipe.schedules.one_f_one_b(len(model.stages))
+    split = fpipe.split(count, presplit=True)
+    return fpipe.chain(split, schedule, fpipe.merge(outputs=False), *transforms)(fpipe.program(model))
+
+
+def sides_of(microbatches: list[Any], rank: int, ranks: int) -> Any:
+    """Return the sides of a batch that a rank reads, and None for sides that it does not read."""
+    inputs, target = map(list, zip(*microbatches, strict=True))
+    if 0 < rank < ranks - 1:
+        return None
+    return (inputs, None) if rank == 0 else (None, target)
+
+
+def train_on_sides(rank: int, is_fixed: bool, options: dict[str, Any]) -> list[bool]:
+    """Train on three ranks, where the middle rank passes None; return whether each step is right."""
+    model, params = make_model(3)
+    example = params, fpipe.pack(documents(), tokens=12)
+    program = program_of(model, 3) if is_fixed else lambda count: program_of(model, count)
+    step = fpipe.build(program, model, runtime="distributed", example=example, broadcast=True, **options)
+    local_params = local_part(program_of(model, 1), rank, params)
+    outcomes = list[bool]()
+    for seed, (tokens, lengths) in enumerate(FIXED if is_fixed else BATCHES):
+        microbatches = fpipe.pack(documents(lengths, seed), tokens=tokens)
+        result = step(local_params, sides_of(microbatches, rank, 3))
+        loss, grads = by_hand([microbatches])
+        expected = dict(zip(("tokens", "positions", "w"), grads, strict=True))
+        local_grads = {name: grad for stage in result.grads if stage is not None for name, grad in stage.items()}
+        equal = [torch.equal(grad, expected[name]) for name, grad in local_grads.items() if name != "b"]
+        outcomes.append(torch.equal(result.loss, loss) and all(equal))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    "is_fixed",
+    [False, pytest.param(True, marks=pytest.mark.deep)],
+    ids=["any number", "fixed number"],
+)
+def test_ranks_that_read_no_batch_may_pass_none_whatever_the_lengths(trio: Processes, is_fixed: bool):
+    """With a fixed number, a rank that was handed None used to wait for a message of other lengths."""
+    expected = [[True] * len(FIXED if is_fixed else BATCHES)] * 3
+    assert trio.run(train_on_sides, is_fixed, {"check_batch": "never"}) == expected
+
+
+REPLICAS = [((12, LENGTHS), (32, LENGTHS)), ((32, OTHER_LENGTHS), (12, LENGTHS)), ((12, LENGTHS), (32, LENGTHS))]
+"""Tokens of a microbatch and lengths of the documents, of each of two replicas, in each step."""
+
+
+def train_replicas(rank: int, ranks: int, transform: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, ranks), mesh_dim_names=("dp", "pp"))
+    replica, stage_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    model, params = make_model(ranks) if ranks == 2 else (ONE_STAGE, ({**make_params()[0], **make_params()[1]},))
+    over_replicas = fpipe.data_parallel("dp") if transform == "data_parallel" else fpipe.shard("dp")
+
+    def make_program(count: int) -> fpipe.Program:
+        return program_of(model, count, over_replicas)
+
+    local_params = local_part(make_program(1), stage_rank, params)
+    example_params = params
+    if transform == "shard":
+        local_params = fpipe.shard_params(local_params, mesh["dp"])
+        meta_params = fpipe.tree.tree_map(to_meta, params)
+        pairs = zip(local_params, meta_params, strict=True)
+        example_params = tuple(meta if local is None else local for local, meta in pairs)
+    tokens, lengths = REPLICAS[0][replica]
+    example = example_params, fpipe.pack(documents(lengths), tokens=tokens)
+    step = fpipe.build(make_program, model, runtime="distributed", mesh=mesh, example=example, broadcast=True)
+    wrong = list[str]()
+    for number, settings in enumerate(REPLICAS):
+        replicas = [fpipe.pack(documents(lengths, number), tokens=tokens) for tokens, lengths in settings]
+        result = step(local_params, replicas[replica])
+        loss, grads = by_hand(replicas)
+        expected = dict(zip(("tokens", "positions", "w"), grads, strict=True))
+        local_grads = {name: grad for stage in result.grads if stage is not None for name, grad in stage.items()}
+        if transform == "shard":
+            local_grads = {name: grad.full_tensor() for name, grad in local_grads.items()}
+        wrong += [f"{name} {number}" for name, grad in local_grads.items() if not torch.equal(grad, expected[name])]
+        wrong += [f"loss {number}"] * (not torch.equal(result.loss, loss)) + ["no gradients"] * (not local_grads)
+    return wrong
+
+
+@pytest.mark.parametrize("transform", ["data_parallel", "shard"])
+def test_replicas_may_have_unlike_numbers_of_microbatches(four: Processes, transform: str):
+    assert four.run(train_replicas, 2, transform) == [[]] * 4
+
+
+def test_two_replicas_without_a_pipeline_may_have_unlike_numbers_too(pair: Processes):
+    assert pair.run(train_replicas, 1, "data_parallel") == [[]] * 2
+
+
+def hand_in_mistake(rank: int, mistake: str) -> str:
+    def make_program(count: int) -> fpipe.Program:
+        if mistake == "schedule" and count == 1 and rank == 1:
+            split = fpipe.split(count, presplit=True)
+            gpipe = fpipe.chain(split, fpipe.schedules.gpipe(2), fpipe.merge())
+            return gpipe(fpipe.program(model))
+        return program_of(model, count, *transforms)
+
+    transforms, mesh, ranks = [], None, 2
+    if mistake in ("exchanges", "key"):
+        mesh, ranks = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp")), 1
+        transforms = [fpipe.shard("dp", scatter="microbatch") if mistake == "exchanges" else fpipe.data_parallel("dp")]
+    model, params = make_model(2)
+    if ranks == 1:
+        model, params = ONE_STAGE, ({**params[0], **params[1]},)
+    pipeline_rank = rank if ranks == 2 else 0
+    local_params = local_part(program_of(model, 1), pipeline_rank, params)
+    if mistake == "exchanges":
+        local_params = fpipe.shard_params(local_params, mesh["dp"])
+    three, single = fpipe.pack(documents(), tokens=12), fpipe.pack(documents(), tokens=32)
+    example = local_params if ranks == 1 else params, three
+    step = fpipe.build(make_program, model, runtime="distributed", mesh=mesh, example=example)
+    unlike = three if rank == 0 else single
+    batch = {"counts": unlike, "key": unlike, "none": None}.get(mistake, single)
+    return time_call(lambda: step(local_params, batch, key=7 if mistake == "key" else None))[0]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    {
+        "counts": "rank 1 was handed 1 microbatches, and rank 0 3. All ranks of a replica pass one batch, or None.",
+        "none": "no rank was handed a batch.",
+        "schedule": "rank 1 differs from rank 0 in its program",
+        "exchanges": "with 1 microbatches replicas exchange",
+        "key": "the replicas have 3, 1 microbatches, whose indices choose what is drawn",
+    }.items(),
+)
+def test_a_mistake_with_numbers_of_microbatches_is_named_on_all_ranks(pair: Processes, mistake: str, sentence: str):
+    for outcome in pair.run(hand_in_mistake, mistake):
+        assert outcome.startswith("ValueError: ")
+        assert sentence in outcome
