@@ -546,6 +546,21 @@ def test_checkpointed_nets_pass_the_audit_after_their_parameters_change(cut: Cal
     trainer(4)
 
 
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.middle(self.embed(x).tanh()).tanh() @ self.embed.weight
+
+
+def test_a_tied_weight_under_autocast_passes_the_audit():
+    """Used to be accused: autocast casts the weight of the whole net once, and so adds its gradients in bfloat16."""
+    torch.manual_seed(0)
+    Trainer(fpipe.from_module(TiedHead(), 2, example=BATCH, loss=F.mse_loss), autocast=torch.bfloat16)(6)
+
+
 def test_donated_weights_are_copied_for_an_audit_in_their_layout():
     """A copy without gaps is added up in another order: right steps were accused of an error of one unit."""
     torch.manual_seed(0)

@@ -102,6 +102,10 @@ class HandwrittenProduct(nn.Module):
 
 NETS: dict[str, Callable[[], nn.Sequential]] = {
     "router": lambda: nn.Sequential(nn.Linear(8, 8), Router(8), nn.Linear(8, 8), Router(8)),
+    # A trace with an op in place is traced once more, which used to happen under autocast: the router was cast too.
+    "in place": lambda: nn.Sequential(
+        *(layer for _ in range(2) for layer in (nn.Linear(8, 8), nn.ReLU(inplace=True), Router(8)))
+    ),
     "head": lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), Router(8)),
     "recomputed": lambda: nn.Sequential(
         Recomputed(nn.Linear(8, 8), nn.Tanh(), Router(8)), Recomputed(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.purity.ambient import outside_autocast
+from fpipe.meaning.purity.ambient import ambient_eps, outside_autocast
 from fpipe.meaning.purity.attributes import AttributeSnapshot, CallCounter
 from fpipe.meaning.purity.outputs import split_loss
 from fpipe.meaning.single_device.microbatch import join
@@ -242,6 +242,10 @@ def _check_function(
     total: list[Tensor | None] = [None] * len(leaf_by_name)
     divisor: Any = 0
     counters = list[CallCounter]()
+    # Autocast casts a weight once for all its uses, and adds their gradients in the lower precision. So are those of an
+    # activation that several stages read, in another order.
+    has_several_readers = bool(model.ties) or any(isinstance(sources, tuple) for sources in model.inputs)
+    gradient_eps = max(function.eps, ambient_eps() if has_several_readers else 0.0)
     # A net takes its buffers by name, too, and replaces them by their next values.
     buffers = {name: leaf.clone() for stage in state or () for name, leaf in (stage or {}).items()}
     # 2. Run the function on each microbatch, compare its loss, and add its gradients up.
@@ -254,7 +258,7 @@ def _check_function(
             weighted = loss * (size / total_rows if model.reduction == "mean" else 1.0)
         buffers = {name: arguments[name].detach() for name in buffers}
         stage_loss = result.losses[index]
-        if not _agree_with_function(stage_loss, loss.detach(), function):
+        if not _agree_to_rounding(stage_loss, loss.detach(), function.eps):
             numbers = f"{float(stage_loss):.6g} by the stages and {float(loss.detach()):.6g} by {name_of_function}"
             raise GradientMismatch(f"The loss of microbatch {index} is {numbers}: {explanation}")
         total = [*map(add_optional, total, _grads_of_leaves(weighted, [*leaves.values()]))]
@@ -264,7 +268,7 @@ def _check_function(
         attributes.restore()
     # The statistics of batch norms follow from a momentum that changes no loss and no gradient.
     for name, leaf in ((name, leaf) for stage in result.state or () for name, leaf in (stage or {}).items()):
-        if name in buffers and not _agree_with_function(_as_floating(leaf), _as_floating(buffers[name]), function):
+        if name in buffers and not _agree_to_rounding(_as_floating(leaf), _as_floating(buffers[name]), function.eps):
             error = largest_difference(leaf, buffers[name])
             raise GradientMismatch(
                 f"The state {name} by the stages is off by up to {error:.3g} from {name_of_function}'s: {explanation}"
@@ -281,7 +285,7 @@ def _check_function(
     total_norm = joint_norm(expected_by_name.values())
     for name, grad in expected_by_name.items():
         stage_grad = torch.zeros_like(grad) if grad_by_name[name] is None else grad_by_name[name]
-        agrees = _agree_with_function(stage_grad, grad, function)
+        agrees = _agree_to_rounding(stage_grad, grad, gradient_eps)
         if not agrees and not are_negligible(stage_grad, grad, total_norm):
             error = largest_difference(stage_grad, grad)
             raise GradientMismatch(
@@ -304,7 +308,7 @@ def _grads_of_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | No
     return [grad_by_leaf.get(id(leaf)) for leaf in leaves]
 
 
-def _agree_with_function(actual: Tensor, expected: Tensor, function: LossFunction) -> bool:
-    return relative_distance(actual, expected) <= max(rounding_tolerance(actual, expected), function.eps**0.5) or bool(
+def _agree_to_rounding(actual: Tensor, expected: Tensor, eps: float) -> bool:
+    return relative_distance(actual, expected) <= max(rounding_tolerance(actual, expected), eps**0.5) or bool(
         torch.isnan(actual).any() and torch.isnan(expected).any()
     )

@@ -179,12 +179,13 @@ def trace(
         targets = [node.target for node in calls]
         ran = tuple(str(op) for op in targets if isinstance(op, OpOverload) and op not in _NOT_LOGGED)
         refuse_unkeyed_randomness(calls, forward_call_counts[0])
-        # 2. Make the graph functional.
+        # 2. Make the graph functional. It has its casts as ops: run under autocast, it would cast once more.
         replace_fills(traced)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
         if any(map(mutated_nodes, calls)):
             refuse_mutation(traced)
-            traced = functionalize(traced, fakes)
+            with outside_autocast():
+                traced = functionalize(traced, fakes)
         # 3. Translate it into our language, with random generators as inputs.
         graph = replace(without_repeated_views(_build_graph(traced, leaves_by_label, slots, labelled_results)), ran=ran)
         return with_generator_inputs(graph)

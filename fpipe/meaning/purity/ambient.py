@@ -113,6 +113,11 @@ def autocast_settings() -> AutocastSettings:
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
+def ambient_eps() -> float:
+    """Return the machine epsilon of the least precise dtype that autocast casts to now; 0 without autocast."""
+    return max((torch.finfo(dtype).eps for _, dtype, _ in autocast_settings()), default=0.0)
+
+
 @contextmanager
 def autocast_as(settings: AutocastSettings) -> Generator[None]:
     """Switch autocast on in this context, with settings from `autocast_settings`."""

@@ -221,5 +221,7 @@ def _abstract(node: fx.Node) -> Any:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         shape, strides = (tuple(map(example_number, sizes)) for sizes in (value.shape, value.stride()))
-        return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+        # An op that autocast would cast reads halves next to float32, which fails outside of it.
+        dtype = torch.float32 if value.dtype in (torch.bfloat16, torch.float16) else value.dtype
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     return example_number(value) if isinstance(value, torch.SymInt) else value

@@ -21,7 +21,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact
 from fpipe.meaning.meaning import RULES, sum_gradients
-from fpipe.meaning.purity.ambient import autocast_settings
+from fpipe.meaning.purity.ambient import ambient_eps
 from fpipe.meaning.purity.attributes import AttributeSnapshot, CallCounter, modules_of
 from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.meaning.step import StepInputs
@@ -213,7 +213,7 @@ class StageAudit:
     def _find_differences(self, definition: Mapping[Value, Leaves]) -> Iterator[tuple[str, bool]]:
         """Describe each leaf that differs, and say whether rounding may explain it."""
         # Under autocast a gradient in float32 has been rounded to the dtype of autocast on its way.
-        autocast_eps = max((torch.finfo(dtype).eps for _, dtype, _ in autocast_settings()), default=0.0)
+        autocast_eps = ambient_eps()
         for value, expected in definition.items():
             for index, (actual, defined) in enumerate(zip_longest(self.written_leaves[value], expected)):
                 if are_same_shape(actual, defined):
