@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 import fpipe
+from fpipe.graphs.compiling import inductor
+from fpipe.graphs.compiling.code import compile_graph
 from tests.refusals import refusals
 
 LENGTHS = (5, 2, 9, 4, 4, 7, 1)
@@ -241,3 +243,27 @@ fpipe.build(lambda m: fpipe.split(m)(fpipe.program(MODEL)), MODEL)(make_params()
     ValueError: for 3 microbatches the function made a program of 3, which it cuts itself
 """,
 )
+
+
+# Captures and compilations
+
+
+def test_buckets_are_compiled_once_and_a_new_length_runs_uncompiled(monkeypatch: pytest.MonkeyPatch):
+    compiled_sizes = list[int]()
+
+    def compile_graph_of(graph: Any, name: str) -> Any:
+        compiled_sizes.append(len(graph.nodes))
+        return compile_graph(graph, name[0])
+
+    monkeypatch.setattr(inductor, "_compile_by_inductor", compile_graph_of)
+    model = fpipe.from_functions([lambda p, x: torch.tanh(x * p["w"])], lambda y, t: (y - t).square().mean())
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model, compile=True, audit="never")
+    counts = list[int]()
+    for length in (3, 4, 7, 8, 5, 20, 1):
+        batch, *_ = fpipe.pad((torch.ones(2, length), torch.ones(2, length)), to=4)
+        params = ({"w": torch.tensor(2.0)},)
+        assert torch.equal(step(params, batch).loss, fpipe.reference(model, params, batch, microbatches=2).loss)
+        counts.append(len(compiled_sizes))
+    # Lengths 4 4 8 8 8 20 4: 8 is compiled at its second step, and 20 never.
+    assert [graphs // counts[0] for graphs in counts] == [1, 1, 1, 2, 2, 2, 2]

@@ -67,7 +67,8 @@ def build(
             process, and the others in those of a gloo or NCCL group of torch.distributed.
         compile: let torch's inductor make machine code of each stage's F, R, B, I and W: gradients are the same to
             rounding, and no longer the same bits. Equal stages are compiled once, and what was compiled is kept in
-            inductor's cache on disk. A line on stderr says how long it took. Needs a C++ compiler on the CPU.
+            inductor's cache on disk. A line on stderr says how long it took. Needs a C++ compiler on the CPU. Lengths
+            other than the first ones are compiled when they come a second time.
         trace: trace each stage once per signature (shapes, dtypes, strides), so that its Python runs no more, and cut
             its gradient into F, I and W. A stage that cannot be traced runs under autograd, with a warning; its I then
             computes what W hands over, and a run on zeros tells the shapes that it hands on. False runs every stage so.
@@ -224,8 +225,12 @@ def build(
 
             return Workers(ranks)
 
+        built_counts = set[int]()
+
         def build_step(program: Program, donate: bool) -> Step:
             step_example = check_arguments(program)
+            compiles_first = not built_counts - {program.microbatches}
+            built_counts.add(program.microbatches)
             if make_program is not None and program.microbatches != example_count:
                 step_example = None
             rank_devices = () if devices is None else check_devices(devices, program.ranks)
@@ -240,6 +245,7 @@ def build(
                 model,
                 replace(options, donate=donate),
                 example=step_example,
+                compiles_first=compiles_first,
                 workers=workers_of(program.ranks) if runtime == "threads" else None,
                 devices=rank_devices,
             )

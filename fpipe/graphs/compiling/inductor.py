@@ -42,16 +42,19 @@ _ADD_PRODUCT: Any = torch.ops.fpipe.add_product.default
 
 
 class Kernel:
-    """The function of a graph, as `compile_graph` returns one, which inductor compiles at `compile()`."""
+    """The function of a graph, which runs op by op until inductor compiles it at `compile()`."""
 
     def __init__(self, graph: Graph, name: str) -> None:
         self.graph, self.name = graph, name
         self._run: Callable[..., Any] | None = None
+        self._uncompiled: Callable[..., Any] | None = None
 
     def __call__(self, *lists: Any) -> Any:
-        """Run the compiled code on lists of leaves."""
-        assert self._run is not None, f"{self.name} was not compiled"
-        return self._run(*lists)
+        """Run the code on lists of leaves."""
+        if self._run is not None:
+            return self._run(*lists)
+        self._uncompiled = self._uncompiled or compile_graph(self.graph, self.name[0])
+        return self._uncompiled(*lists)
 
     def compile(self) -> None:
         """Compile the graph, unless it is compiled already."""
@@ -60,7 +63,7 @@ class Kernel:
             run = _compile_by_inductor(compiled_part, self.name)
             if draws is not None:
                 run = _with_draws_first(compile_graph(draws, "draw"), [*compiled_part.reads].index(_DRAWN), run)
-            self._run = run
+            self._run, self._uncompiled = run, None
 
 
 def compile_all(kernels: Iterable[Kernel]) -> None:

@@ -45,6 +45,7 @@ def build_local_step(
     options: StepOptions,
     *,
     example: tuple[Any, ...] | None = None,
+    compiles_first: bool = True,
     workers: Workers | None = None,
     devices: Sequence[torch.device] = (),
     see: Callable[[Value, Any], None] | None = None,
@@ -54,6 +55,7 @@ def build_local_step(
     Args:
         program, model, options: as of `build`.
         example: params, batch and state to trace for at once.
+        compiles_first: whether to compile the first signature at once, and not when it comes a second time.
         workers: threads of the ranks.
         devices: the device of each rank.
         see: is called with each value and its leaves.
@@ -89,9 +91,11 @@ def build_local_step(
             inputs = with_device_numbers(inputs) if options.graph else inputs
             prepared = prepare(inputs, UntracedStages())
             prepared.compile()
+            compiles_first = False
             step_by_signature[signatures.of(*tree.flatten(inputs.trees), homes=prepared.leaf_devices)] = prepared
 
     def run(inputs: StepInputs) -> Result:
+        nonlocal compiles_first
         for mode in dispatch_modes() if workers else ():
             raise RuntimeError(
                 f"a TorchDispatchMode is on ({type(mode).__name__}), which sees the ops of one thread alone; say "
@@ -132,8 +136,9 @@ def build_local_step(
                     start_time = time.perf_counter()
                     run_reference, lower = partial(reference_step.run, inputs), partial(prepare, inputs)
                     result, prepared = _prepare_first_step(run_reference, lower, has_only_graphs, options.graph)
-                    if prepared is not None:
+                    if prepared is not None and compiles_first:
                         prepared.compile()
+                        compiles_first = False
                     step_by_signature[signature] = prepared
                     signatures.note_trace(signature, inputs.trees, time.perf_counter() - start_time)
                     if result is not None:
@@ -141,6 +146,9 @@ def build_local_step(
         # c. Run the instructions; None stands for a signature that runs by the definition.
         if not isinstance(prepared, PreparedStep):
             return reference_step.run(inputs)
+        if prepared.is_compile_due:
+            with _TRACE_LOCK:
+                prepared.compile()
         try:
             return run_audited(prepared, leaves, inputs, recorded=recorded, see=see, has_whole_net=True)
         except UnexpectedValue as error:

@@ -98,6 +98,7 @@ class PreparedStep:
         self.part = RankPart(made_async(self.instructions, self.lanes), model, lanes=[*self.lanes.values()])
         self.recorder: Recorder | None = None
         self.steps = self.audits = 0
+        self._is_compiled = False
         self.net_outline: Any = None  # what the Python of the net called in the first audit
         self.next_audit = 0  # the number of the step that is audited next
         # 4. Graphs hold on to tensors of the model. A step refuses to run when a module has other ones since.
@@ -107,8 +108,14 @@ class PreparedStep:
         self.homes = [] if model.fingerprint is None else model.fingerprint.slots_of(graph_tensors)
         synchronize((*graph_tensors, *_constant_leaves(lowered)))
 
+    @property
+    def is_compile_due(self) -> bool:
+        """Whether a new length has come a second time: only then is it worth the minutes of a compiler."""
+        return self.options.compile and not self._is_compiled and self.steps == 1
+
     def compile(self) -> None:
         """Compile the kernels of the instructions that this process runs, unless they are compiled."""
+        self._is_compiled = True
         compile_all(
             self.lowered.kernels[instruction.ops[0]]
             for instruction in self.part.instructions

@@ -136,16 +136,21 @@ class RankSteps:
         return prepared
 
     def agree(self, sync_point: str, input_name: str, prepared: RankStep, key: Keys, more_claims: Claims) -> None:
-        """Compare the signature of a step between the ranks of the pipeline, and compile the step."""
+        """Compare the signature of a step between the ranks of the pipeline, and compile the example's step."""
         # In this order, since an error names the first claim that differs.
         claims: dict[str, str | Sequence[str]] = {input_name: prepared.input_lines, **more_claims, "key": str(key)}
         claims |= {**prepared.stage_claims, "messages": prepared.message_lines}
         self.meeting.agree(sync_point, claims)
-        # Compilers take minutes, and longer on some ranks: the second agreement waits with more patience.
-        if self.step_options.compile:
-            prepared.compile()
-            self.meeting.agree(f"{sync_point}, compiled", {}, patience=COMPILE_SECONDS)
+        # The example's signature is compiled at once, and further ones when they come a second time.
+        if self.step_options.compile and not self.begun:
+            self.compile(sync_point, prepared)
         prepared.signature_number = prepared.signature_number or self.links.transfers.add_signature(prepared.layouts)
+
+    def compile(self, sync_point: str, prepared: RankStep) -> None:
+        """Compile the kernels of a step on all ranks of the pipeline."""
+        # Compilers take minutes, and longer on some ranks: this agreement waits with more patience.
+        prepared.compile()
+        self.meeting.agree(f"{sync_point}, compiled", {}, patience=COMPILE_SECONDS)
 
     def run(self, local_inputs: StepInputs) -> Result:
         """Run one step; all ranks call it."""
@@ -172,6 +177,8 @@ class RankSteps:
         if self.has_one_signature:
             self._single_step = prepared
         prepared.refuse_missing(leaves)
+        if prepared.is_compile_due:
+            self.compile(f"step {step_number}", prepared)
         # 3. Run the instructions.
         prepared.step = step_number
         prepared.key_number = hash(key) if isinstance(key, tuple) else key
