@@ -87,6 +87,10 @@ class PositionalStage(ABC):
         with self.lock:
             return [getattr(owner, name) for owner, name in self.homes]
 
+    def wrappers(self) -> list[Tensor]:
+        """Return the frozen tensors of another class, such as quantized weights, which its traces keep."""
+        return []
+
     def literal_constants(self) -> list[Tensor]:
         """Return the constant tensors that its code makes from numbers."""
         return []

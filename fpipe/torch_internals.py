@@ -11,14 +11,15 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, overrides
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.autograd import profiler
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
@@ -31,7 +32,10 @@ from torch.nn.modules.module import (
 )
 from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -123,6 +127,16 @@ def function_behind(node: Any) -> type | None:
 def is_leaf_write_error(error: RuntimeError) -> bool:
     """Whether autograd refused a write in place to a leaf that requires a gradient (2.13: its sentence)."""
     return "leaf Variable that requires grad" in str(error)
+
+
+def is_subclass_creation_error(error: RuntimeError) -> bool:
+    """Whether torch could not make a tensor of a Python class, as under any dispatch mode (2.13: its sentence)."""
+    return str(error).startswith("Creating a new Tensor subclass")
+
+
+def is_jagged_error(error: BaseException) -> bool:
+    """Whether a trace ended where a function makes a jagged nested tensor (2.13: torch's sentence)."""
+    return "nested_tensor_from_jagged does not support tracing" in str(error)
 
 
 def is_hooks_forbidden_error(error: RuntimeError) -> bool:
@@ -309,6 +323,51 @@ def function_transform() -> str | None:
     if around is None or around.key() == _C._functorch.TransformType.Functionalize:
         return None
     return around.key().name.lower()
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether torch.compile made a function or a module, or a module's call (2.13: three attributes)."""
+    if isinstance(function, nn.Module):
+        has_compiled_call = vars(function).get("_compiled_call_impl") is not None
+        return "_orig_mod" in direct_members(function).children or has_compiled_call
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+@contextmanager
+def without_compiler() -> Generator[None]:
+    """Run what torch.compile made as plain Python, under make_fx too (2.13: `error_on_nested_fx_trace`)."""
+    # It imports the compiler, as the first trace does.
+    with torch.compiler.set_stance("force_eager"), _TORCH._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+def wrap_higher_order_op(name: str, wrapper: Callable[..., Any]) -> None:
+    """Call `wrapper(call, *args)` for each call of a higher-order op from now on (2.13: `__call__` of its class)."""
+    op_class: Any = type(getattr(torch.ops.higher_order, name))
+    original = op_class.__call__
+
+    def call(op: Any, *args: Any, **kwargs: Any) -> Any:
+        # The keywords of these ops, `additional_inputs`, are their last arguments.
+        return wrapper(partial(original, op), *args, *kwargs.values())
+
+    op_class.__call__ = call
+
+
+def on_fake_tensors(function: Callable[..., Any], example: Sequence[Any]) -> None:
+    """Call a function on fake tensors like these, without gradients, out of sight of all modes (2.13)."""
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = detect_fake_mode(example) or FakeTensorMode(allow_non_fake_inputs=True)
+    with _disable_current_modes(), mode, torch.no_grad():
+        function(*(torch.empty_like(x) if isinstance(x, Tensor) else x for x in example))
+
+
+def index_ops_on_0d_tensors() -> AbstractContextManager[Any]:
+    """Let `x[i]` be an op where `i` is a 0-d tensor, which would be read as a number (2.13)."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
 
 
 MEMBER_DICTS = ("_modules", "_parameters", "_buffers")

@@ -1,5 +1,6 @@
 """Every kernel of `tests.kernels` through two front doors, against plain autograd and against its row of the page."""
 
+import re
 from typing import Any
 
 import pytest
@@ -17,13 +18,28 @@ from tests.toys import Toy
 ROWS = {line.split(" | ")[0].removeprefix("| "): f"{line}\n" for line in PAGE.read_text().splitlines()}
 
 
-@pytest.mark.parametrize("name", KERNELS)
+# Each is like another row.
+DEEP = """scaled_dot_product_attention, causal; scaled_dot_product_attention, float mask; torch.func.jvp; save_on_cpu
+FlexAttention, score_mod; FlexAttention, BlockMask of a closure; while_loop; associative_scan; custom_op with
+a block after block.compile(); a function of torch.compile; int8 weight with __torch_dispatch__
+frozen int8 weight and; triton_op; grouped_mm; torch.func.grad; scan, captured"""
+IS_DEEP = {name: any(name.startswith(start.strip()) for start in re.split(r"[;\n]", DEEP)) for name in KERNELS}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] * is_deep) for name, is_deep in IS_DEEP.items()]
+)
 def test_a_kernel_runs_as_its_row_says(name: str) -> None:
     assert row_of(name) == ROWS[name], "run `make kernels-page`"
 
 
 def test_no_row_has_other_bits() -> None:
     assert "other bits" not in PAGE.read_text()
+
+
+def test_no_row_is_refused_in_words_of_torch_alone() -> None:
+    refusals = re.findall(r"refused: ([^|]*)", PAGE.read_text())
+    assert all(sentence.startswith("stage 1 (1) makes a tensor of a class") for sentence in refusals)
 
 
 def run_under_math(module: Any, x: Tensor) -> Tensor:

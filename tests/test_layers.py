@@ -39,7 +39,11 @@ TRACED_NAMES = [case.name for case in CASES if not case.untraced]
 UNTRACED_NAMES = [case.name for case in CASES if case.untraced]
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:LSTM with projections is not supported with oneDNN:UserWarning",
+    "ignore:.* runs as it is written, since fpipe traces through torch.compile",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+)
 
 
 def test_there_are_at_least_45_cases():
@@ -322,9 +326,8 @@ def test_a_compiled_function_is_never_handed_tensors_without_data():
         return kernel
 
     function = torch.compile(lambda a: torch.cos(a) * 2, backend=backend)
-    with pytest.raises(ValueError, match="cannot be written down as torch ops"):
-        fpipe.linearize(lambda p, x: function(x @ p["w"]), {"w": torch.randn(8, 8)}, torch.randn(4, 8))
-    assert {*argument_types} <= {Tensor}
+    fpipe.linearize(lambda p, x: function(x @ p["w"]), {"w": torch.randn(8, 8)}, torch.randn(4, 8))
+    assert argument_types == []
 
 
 # The page.

@@ -52,13 +52,13 @@ runtimes/capture <- root meaning/purity meaning/optimizers meaning/single_device
     runtimes/lowering runtimes/audit
 runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning graphs/language
     graphs/tracing runtimes/lowering runtimes/capture runtimes/audit
-models <- root meaning/purity timing meaning/single_device meaning torch_private graphs/tracing
+models <- root meaning/purity timing meaning/single_device meaning graphs/tracing
     models/parameters models/modules models/exporting models/cutting
 runtimes/processes <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning
     verification torch_private graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
     runtimes/capture runtimes/audit
-runtimes <- root meaning/optimizers transforms meaning runtimes/capture runtimes/audit runtimes/in_process
-    runtimes/processes
+runtimes <- root meaning/purity meaning/optimizers transforms meaning runtimes/capture runtimes/audit
+    runtimes/in_process runtimes/processes
 measuring <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning graphs/language
     runtimes/lowering runtimes/processes runtimes
 planning <- root transforms timing schedules finding measuring

@@ -18,6 +18,7 @@ from fpipe.torch_internals import (
     all_ops,
     function_behind,
     in_fake_mode,
+    is_compiled,
     is_hooks_forbidden_error,
     is_leaf_write_error,
     is_profiled,
@@ -28,6 +29,7 @@ from fpipe.torch_internals import (
     schema_arguments,
     selective_checkpoint_answers,
     storage_of,
+    without_compiler,
 )
 from fpipe.torch_private import cuda
 from fpipe.torch_private.dispatch import (
@@ -37,14 +39,13 @@ from fpipe.torch_private.dispatch import (
     fake_mode_class,
     fake_tensor_class,
     has_kernel,
-    is_compiled,
     override_kernel,
     refuse_data_assignments,
     silence_fake_errors,
     without_any_mode,
     without_modes,
 )
-from fpipe.torch_private.fx import count_traced_ops, hide_make_fx, refuse_compiled_functions, trace_on_fakes
+from fpipe.torch_private.fx import count_traced_ops, hide_make_fx, trace_on_fakes
 
 
 def test_errors_of_autograd_are_recognized_by_their_sentences():
@@ -217,10 +218,13 @@ def test_a_trace_has_the_ops_of_an_untraced_run():
     assert torch.ops.aten._native_multi_head_attention.default in calls[1], "frozen attention has others of its bits"
 
 
-def test_a_compiled_function_refuses_a_trace():
-    compiled = torch.compile(lambda x: x + 1, backend="eager")
-    with refuse_compiled_functions(), pytest.raises(RuntimeError, match="symbolically trace a dynamo-optimized"):
+def test_a_compiled_function_runs_as_it_is_written():
+    runs_python: list[bool] = []
+    compiled = torch.compile(lambda x: runs_python.append(not torch.compiler.is_compiling()) or x + 1, backend="eager")
+    with without_compiler():
         compiled(torch.ones(2))
+        trace_on_fakes(compiled, [torch.ones(2)])
+    assert runs_python == [True, True], "torch.compile runs inside a trace: its kernels would read fake tensors"
 
 
 def test_flags_of_kernels_are_read():

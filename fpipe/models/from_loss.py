@@ -41,7 +41,7 @@ from fpipe.models.exporting.net_graph import NetTensors, without_checkpoints
 from fpipe.models.exporting.node_contexts import autocast_eps, restored_on_error
 from fpipe.models.exporting.source_locations import location_of
 from fpipe.models.exporting.trace_loss import trace_loss
-from fpipe.torch_private.dispatch import is_compiled
+from fpipe.torch_internals import is_compiled
 
 
 class LossPart:

@@ -21,6 +21,7 @@ from fpipe import tree
 from fpipe.limits import check_whole_number
 from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.ambient import refuse_unsupported_modes
+from fpipe.meaning.purity.attributes import warn_of_compiled
 from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.meaning.purity.outputs import with_rows_named
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
@@ -108,6 +109,7 @@ def from_module(
     stages = 1 if cut_collectives and stages is None and cuts is None else stages
     net = _checked(net, stages, cuts, costs)
     refuse_unsupported_modes()
+    warn_of_compiled([net], 2)
     batch = _batch(example, loss)
     if microbatches is not None:
         batch = cut_rows(batch, 0, check_whole_number("microbatches", microbatches))[0]

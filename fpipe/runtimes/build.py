@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fpipe.meaning.devices import check_devices
 from fpipe.meaning.inputs_and_results import check_example, check_match, refuse_meta_constants
 from fpipe.meaning.optimizers.optimizer_state import find_update
+from fpipe.meaning.purity.attributes import warn_of_compiled
 from fpipe.meaning.step import Step, StepOptions, check_autocast_dtype, post_validated, under_autocast
 from fpipe.meaning.step_by_count import ProgramOfCount, build_by_count, count_microbatches, program_of_count
 from fpipe.meaning.walk import walk
@@ -149,6 +150,8 @@ def build(
     model = in_current_mode(model)
     make_program = None if isinstance(program, Program) or not callable(program) else program
     example_count = 0 if make_program is None or example is None else count_microbatches(example[1])
+    if compile is not True:
+        warn_of_compiled([*(stage.forward for stage in model.stages), model.loss], 2)
 
     # 1. Check the arguments. In processes this runs inside of the runtime, which reports an error to the other ranks.
     def check_arguments(program: Program) -> Any:

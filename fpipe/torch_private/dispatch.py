@@ -51,11 +51,6 @@ def c_function_of(op: Any) -> Callable[..., Any]:
     return op._op
 
 
-def is_compiled(function: Any) -> bool:
-    """Whether `torch.compile` made a function (2.13: `_torchdynamo_orig_callable`)."""
-    return hasattr(function, "_torchdynamo_orig_callable")
-
-
 def overrides_torch_functions(tensor_class: type[Tensor]) -> bool:
     """Whether torch functions on tensors of a class run its own `__torch_function__` (2.13).
 
@@ -96,6 +91,27 @@ def fake_mode_class() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode
+
+
+def fake_rule_of(op: Any) -> Callable[..., Any] | None:
+    """Return the rule by which a higher-order op runs on fake tensors; None if it is the mode's own (2.13)."""
+    from torch._higher_order_ops.utils import registered_hop_fake_fns
+
+    return None if op in registered_hop_fake_fns else op.python_key_table[fake_mode_class()]
+
+
+@contextmanager
+def numbers_of_data_refused(fake_mode: Any) -> Generator[None]:
+    """Give a fake mode the ShapeEnv that rules of loops ask for, without any number that depends on data (2.13)."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    # Without one, the rules of cond and while_loop end in an AttributeError.
+    original = fake_mode.shape_env
+    fake_mode.shape_env = original or ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = original
 
 
 @contextmanager
@@ -191,6 +207,28 @@ def intercept_functions(on_apply: Callable[[type, Any, Any], Any]) -> Generator[
 
 
 _ON_APPLY = ThreadFlag()
+
+
+@contextmanager
+def intercept_saved_tensors_hooks(on_enter: Callable[[], None]) -> Generator[None]:
+    """Call `on_enter` where this thread enters saved_tensors_hooks that may change numbers (2.13: `__enter__`).
+
+    Those of `save_on_cpu` do not. One thread at a time may be in here, as in `intercept_functions`.
+    """
+    hooks_class: Any = torch.autograd.graph.saved_tensors_hooks
+    original, thread = hooks_class.__enter__, threading.get_ident()
+
+    def enter(hooks: Any) -> None:
+        if threading.get_ident() == thread and not isinstance(hooks, torch.autograd.graph.save_on_cpu):
+            on_enter()
+        original(hooks)
+
+    with _MOVES_LOCK:
+        hooks_class.__enter__ = enter
+        try:
+            yield
+        finally:
+            hooks_class.__enter__ = original
 
 
 @contextmanager

@@ -68,8 +68,8 @@ def hide_make_fx() -> Generator[None]:
 
 
 @contextmanager
-def refuse_compiled_functions() -> Generator[None]:
-    """Let functions of torch.compile refuse to run: their kernels would read the memory of fake tensors."""
+def as_in_make_fx() -> Generator[None]:
+    """Let torch believe that a graph is traced, so that nested tensors refuse: fake ones end the process (2.13)."""
     # The flag is of a module up to 2.13, of a thread in 2.15.
     from torch.fx import _symbolic_trace
 

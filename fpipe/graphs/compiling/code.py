@@ -154,7 +154,7 @@ def _argument_text(argument: Any, object_by_name: dict[str, Any]) -> str:
         return str(argument)
     if isinstance(argument, list | tuple):
         children = ", ".join(_argument_text(child, object_by_name) for child in argument)
-        return f"[{children}]" if isinstance(argument, list) else f"({children},)"
+        return f"[{children}]" if isinstance(argument, list) else f"({children}{',' if argument else ''})"
     if argument is None or isinstance(argument, bool | int | float | str | torch.dtype | torch.device | torch.layout):
         return repr(argument)
     if isinstance(argument, torch.memory_format):

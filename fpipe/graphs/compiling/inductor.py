@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from fpipe.graphs.compiling.code import compile_graph
 from fpipe.graphs.language.graph import Graph, Name, Node, aval_of_tensor, substitute_names
 from fpipe.graphs.language.labels import GENERATORS, is_kept_all_step
+from fpipe.graphs.tracing.higher_order_ops import FlexAttentionBackward
 from fpipe.graphs.tracing.random_ops import fill
 from fpipe.meaning.purity.ambient import raw_ops
 from fpipe.torch_private.dispatch import compile_with_inductor
@@ -136,7 +137,7 @@ def _compile_by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
 
 def _as_fx(graph: Graph, inputs: Sequence[Name]) -> fx.GraphModule:
     """Return a graph as an fx module of tensors to tensors, which inductor takes."""
-    fx_graph = fx.Graph()
+    fx_graph, root = fx.Graph(), torch.nn.Module()
     node_by_name: dict[Name, fx.Node] = {leaf: fx_graph.placeholder(str(leaf)) for leaf in (*inputs, *graph.constants)}
     for node in graph.nodes:
         args = substitute_names(node.args, node_by_name)
@@ -149,9 +150,21 @@ def _as_fx(graph: Graph, inputs: Sequence[Name]) -> fx.GraphModule:
             fx_graph.call_function(_aten._assert_async.msg, (*args, _ASSERT_MESSAGE))
         else:
             kwargs = {keyword: substitute_names(argument, node_by_name) for keyword, argument in node.kwargs.items()}
-            node_by_name[node.name] = fx_graph.call_function(node.op, args, kwargs)
+            op = node.op.op if isinstance(node.op, FlexAttentionBackward) else node.op
+            node_by_name[node.name] = fx_graph.call_function(op, _with_submodules(args, fx_graph, root), kwargs)
     fx_graph.output(tuple(node_by_name[leaf] for leaf in _results(graph)))
-    return fx.GraphModule(torch.nn.Module(), fx_graph)
+    return fx.GraphModule(root, fx_graph)
+
+
+def _with_submodules(argument: Any, graph: fx.Graph, root: torch.nn.Module) -> Any:
+    """Return the argument of an op with a node of `root` in the place of each graph that a higher-order op calls."""
+    if isinstance(argument, fx.GraphModule):
+        name = f"function_{len([*root.children()])}"
+        root.add_module(name, argument)
+        return graph.get_attr(name)
+    if isinstance(argument, list | tuple):
+        return type(argument)(_with_submodules(part, graph, root) for part in argument)
+    return argument
 
 
 _ASSERT_MESSAGE = "Expected Tensor with single nonzero value, but got zero"

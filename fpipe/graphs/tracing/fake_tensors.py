@@ -23,10 +23,12 @@ from fpipe.meaning.purity.ambient import Untraceable, kernel_settings
 from fpipe.meaning.purity.keys import with_seed
 from fpipe.meaning.purity.sharded import is_collective
 from fpipe.meaning.purity.write_guard import tensors_in
-from fpipe.torch_internals import returns_of
+from fpipe.torch_internals import HigherOrderOperator, returns_of
 from fpipe.torch_private.dispatch import (
     OpOverload,
     fake_mode_class,
+    fake_rule_of,
+    numbers_of_data_refused,
     refuse_data_assignments,
     silence_fake_errors,
     without_modes,
@@ -90,8 +92,12 @@ def _fake_mode_subclass() -> Any:
         """torch's fake mode with true strides; `created` collects references to the results of ops."""
 
         created: list[Any] | None = None
+        supports_higher_order_operators = True
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if isinstance(func, HigherOrderOperator) and (rule := fake_rule_of(func)) is not None:
+                with numbers_of_data_refused(self):
+                    return rule(self, *args, **(kwargs or {}))
             # A mistake in a stage is raised; torch would log it as well, with a stack of its own.
             with silence_fake_errors():
                 results = super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -103,7 +109,7 @@ def _fake_mode_subclass() -> Any:
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             results: Any = super().dispatch(func, types, args, kwargs or {})
-            if not _allocates_results(func) or _trusts_meta_strides(func, args):
+            if results is NotImplemented or not _allocates_results(func) or _trusts_meta_strides(func, args):
                 return results
             strides = _probe_strides(func, args, kwargs or {})
             if isinstance(results, Tensor):

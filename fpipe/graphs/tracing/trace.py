@@ -23,6 +23,7 @@ from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, Outline, 
 from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable_name
 from fpipe.graphs.tracing.fake_tensors import LeakedTensor, fake_mode, refuse_data_assignment, refuse_leaks
 from fpipe.graphs.tracing.functionalize import functionalize, refuse_mutation
+from fpipe.graphs.tracing.higher_order_ops import runnable_op
 from fpipe.graphs.tracing.random_ops import (
     GeneratorWatch,
     draws_random_numbers,
@@ -39,9 +40,16 @@ from fpipe.meaning.purity.outputs import (
     refuse_missing_gradients,
 )
 from fpipe.meaning.purity.pure import Impure
-from fpipe.meaning.purity.write_guard import count_rows, expand_per_row, is_view_in_place, mutated_nodes, with_layout_of
+from fpipe.meaning.purity.write_guard import (
+    count_rows,
+    expand_per_row,
+    involves_wrapper,
+    is_view_in_place,
+    mutated_nodes,
+    with_layout_of,
+)
 from fpipe.model import Model
-from fpipe.torch_internals import is_view
+from fpipe.torch_internals import HigherOrderOperator, is_jagged_error, is_view
 from fpipe.torch_private.dispatch import (
     OpOverload,
     TorchDispatchMode,
@@ -50,7 +58,7 @@ from fpipe.torch_private.dispatch import (
     override_kernel,
     without_modes,
 )
-from fpipe.torch_private.fx import count_traced_ops, hide_make_fx, refuse_compiled_functions, trace_on_fakes
+from fpipe.torch_private.fx import as_in_make_fx, count_traced_ops, hide_make_fx, trace_on_fakes
 
 Leaves = Sequence[Any]
 LeavesByLabel = Mapping[str, Leaves]
@@ -79,7 +87,7 @@ def outline(function: FlatFunction, reads: LeavesByLabel, per_row: bool = False,
 def _outline(function: FlatFunction, reads: LeavesByLabel, per_row: bool, model: Model | None) -> Outline:
     storage_numbers: dict[int, int] = {}
     caches_casts = torch.is_autocast_cache_enabled()
-    with _backward_in_this_thread(), _with_autocast_cache(caches_casts), refuse_compiled_functions():
+    with _backward_in_this_thread(), _with_autocast_cache(caches_casts), as_in_make_fx():
         inputs = {label: [_empty_tensor(leaf) for leaf in leaves] for label, leaves in reads.items()}
         with GeneratorWatch() as generators:
             with _OpLog(generators) as log, refuse_data_assignment():
@@ -91,7 +99,8 @@ def _outline(function: FlatFunction, reads: LeavesByLabel, per_row: bool, model:
             refuse_missing_gradients(model, result_leaves, chain(*inputs.values(), *args.values()))
         refuse_max_gradients(result_leaves)
         facts = _facts_by_label(inputs, storage_numbers), _facts_by_label(result_by_label, storage_numbers)
-        return Outline(*facts, tuple(log.ops), tuple(log.scalars), has_python_backward(result_leaves))
+        ran = () if log.has_higher_order_op else tuple(log.ops)
+        return Outline(*facts, ran, tuple(log.scalars), has_python_backward(result_leaves))
 
 
 class _OpLog(TorchDispatchMode):
@@ -101,13 +110,22 @@ class _OpLog(TorchDispatchMode):
     a view: on fake tensors, autograd sends later writes through such a view to where they went before it was turned.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, generators: GeneratorWatch) -> None:
         super().__init__()
         self.ops: list[str] = []
+        self.has_higher_order_op = False
         self.scalars: list[Any] = []
         self.generators = generators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if involves_wrapper(types):
+            return NotImplemented
+        if isinstance(func, HigherOrderOperator):
+            # torch traces the functions of this op alone, and other ops run for that.
+            self.has_higher_order_op = True
+            return func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         if has_kernel(func.name(), "CompositeImplicitAutograd"):
@@ -293,6 +311,8 @@ def _as_untraceable() -> Generator[None]:
     except Impure as error:
         raise Untraceable(str(error)) from error
     except Exception as error:
+        if is_jagged_error(error):
+            raise Untraceable("it makes a jagged nested tensor, whose sizes depend on data") from error
         reason = next(iter(str(error).strip().splitlines()), "")
         raise Untraceable(f"{type(error).__name__}: {reason}") from error
 
@@ -322,7 +342,7 @@ def _build_graph(
     # differentiated again.
     name_by_node: dict[fx.Node, Any] = {}
     facts: dict[Name, Fact] = {}
-    constants: dict[Name, Tensor] = {}
+    constants: dict[Name, Any] = {}
     nodes: list[Node] = []
     storage_numbers: dict[int, int] = {}
     used_names: set[str] = set()
@@ -341,6 +361,10 @@ def _build_graph(
             reads[label][index] = name
         elif node.op == "get_attr":
             constants[name] = getattr(traced, node.target)
+            if isinstance(constants[name], fx.GraphModule):
+                # A function that a higher-order op calls, such as a branch of torch.cond, is an argument like a number.
+                name_by_node[node] = constants.pop(name)
+                continue
             if isinstance(constants[name], fake_tensor_class()):
                 raise Untraceable("it keeps a tensor that was created during the trace")
         elif node.target in _IDENTITIES:
@@ -349,7 +373,7 @@ def _build_graph(
         else:
             args = _with_names(node.args, name_by_node)
             kwargs = {keyword: _with_names(argument, name_by_node) for keyword, argument in node.kwargs.items()}
-            nodes.append(Node(name, node.target, args, kwargs))
+            nodes.append(Node(name, runnable_op(node), args, kwargs))
         name_by_node[node] = name
         value = node.meta.get("val", constants.get(name))
         if isinstance(value, Tensor):

@@ -13,7 +13,7 @@ import sys
 import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache, partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fpipe.meaning.purity.write_guard import storage_key
 from fpipe.positional_stage import PositionalStage
+from fpipe.torch_internals import is_compiled, warn
 
 NamedModules = Sequence[tuple[str, nn.Module]]
 """Modules with their paths."""
@@ -179,6 +180,24 @@ def _named_values(function: Any) -> Iterator[tuple[str, Tensor | nn.Module]]:
             pending += [(f"{name}.{key}", child) for key, child in value.items()]
         elif isinstance(value, list | tuple):
             pending += [(f"{name}.{index}", child) for index, child in enumerate(value)]
+
+
+def warn_of_compiled(functions: Iterable[Any], stacklevel: int) -> None:
+    """Warn if functions or modules use code of torch.compile, which runs as plain Python."""
+    names: dict[str, None] = {}
+    for function in functions:
+        for path, module in modules_of(function):
+            forward = getattr(type(module), "forward", None)
+            values = _referenced_values(forward) if isinstance(forward, FunctionType) else []
+            names |= dict.fromkeys([path] * is_compiled(module) + [name for name, x in values if is_compiled(x)])
+        values = _referenced_values(function) if isinstance(function, FunctionType) else []
+        names |= dict.fromkeys(name for name, x in values if is_compiled(x))
+    if names:
+        warn(
+            f"{' and '.join(map(repr, names))} runs as it is written, since fpipe traces through torch.compile: "
+            "build(..., compile=True) compiles the stages.",
+            stacklevel=stacklevel + 1,
+        )
 
 
 _LIBRARIES = frozenset(("torch", *sys.stdlib_module_names))

@@ -19,10 +19,17 @@ from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.attributes import AttributeSnapshot, NamedModules, closed_over_tensors, modules_of
+from fpipe.meaning.purity.as_written import as_written
+from fpipe.meaning.purity.attributes import (
+    AttributeSnapshot,
+    NamedModules,
+    closed_over_tensors,
+    modules_of,
+    quote_user_line,
+)
 from fpipe.meaning.purity.write_guard import WriteGuard, storage_key
 from fpipe.positional_stage import PositionalStage, net_stage_of
-from fpipe.torch_internals import direct_members, is_leaf_write_error, watch_bindings
+from fpipe.torch_internals import direct_members, is_leaf_write_error, is_subclass_creation_error, watch_bindings
 
 
 class Impure(RuntimeError):
@@ -53,12 +60,17 @@ def pure(function: Any, label: str, args: Any = (), *, tracing: bool = False) ->
         storage_record = None if tracing else _StorageRecord(function, args)
         guard = WriteGuard(partial(_refuse_write, function, label, args))
         try:
-            with _refuse_rebinding(function, label, named_modules, guard), guard:
+            with as_written(), _refuse_rebinding(function, label, named_modules, guard), guard:
                 yield guard
         except RuntimeError as error:
             # Autograd refuses a write to a leaf that wants a gradient before the guard sees the op.
             if is_leaf_write_error(error):
                 raise Impure(_WRITES_ARGUMENT.format(label)) from error
+            if is_subclass_creation_error(error):
+                raise RuntimeError(
+                    f"{label} makes a tensor of a class that torch does not make under a dispatch mode, such as "
+                    f"causal_lower_right(..). Make it once, outside of the stage; {quote_user_line(error)}"
+                ) from error
             raise
         finally:
             rebound_tensor = snapshot.describe_rebound_tensor(label, guard.storages_read)

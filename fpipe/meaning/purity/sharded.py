@@ -51,15 +51,6 @@ def shards_rows(placement: Any) -> bool:
     return placement.is_shard(0) or (hasattr(placement, "split_factor") and placement.dim == 0)
 
 
-def involves_dtensor(types: Iterable[type]) -> bool:
-    """Whether a call that a dispatch mode sees has DTensors among its arguments.
-
-    A mode returns NotImplemented for such a call: DTensor then runs ops on its shards, which the mode sees instead.
-    """
-    module = sys.modules.get("torch.distributed.tensor") if types else None
-    return module is not None and any(issubclass(tensor_type, module.DTensor) for tensor_type in types)
-
-
 def is_collective(op: Any) -> bool:
     """Whether an op is a collective, which all processes of a group have to run in the same order."""
     return getattr(op, "namespace", "") in ("_c10d_functional", "_dtensor")

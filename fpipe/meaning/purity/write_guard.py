@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.meaning.purity.sharded import involves_dtensor
+from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.torch_internals import (
+    HigherOrderOperator,
     OpOverload,
     StorageWeakRef,
     TorchDispatchMode,
@@ -94,6 +95,8 @@ class WriteGuard(TorchDispatchMode):
         storages_written: the storages that ops wrote.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, refuse: Callable[[Tensor, Any], None], forbidden: Iterable[Tensor] | None = None) -> None:
         super().__init__()
         self.refuse = refuse
@@ -103,10 +106,18 @@ class WriteGuard(TorchDispatchMode):
         self.storages_written: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # DTensor runs first, on its local tensors, whose ops come here again.
-        if involves_dtensor(types):
+        # A tensor that wraps others, such as a DTensor, runs first: the ops on what is inside come here again.
+        if involves_wrapper(types):
             return NotImplemented
         kwargs = kwargs or {}
+        # The functions of a higher-order op may not write what they are handed: torch refuses it.
+        if isinstance(func, HigherOrderOperator):
+            results = func(*args, **kwargs)
+            self.storages_read |= {storage_key(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+            self.storages_made |= {
+                storage_key(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in((results,))
+            }
+            return results
         if func is _DEVICE_OP:  # a short cut: two calls in three under fake tensors
             return func(*args, **kwargs)
         for tensor in mutated_arguments(func, args, kwargs):
@@ -155,6 +166,16 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 # Describe how a tensor lies in memory, and alias the value that a stage reads.
+
+
+def involves_wrapper(types: Iterable[type]) -> bool:
+    """Whether an op on tensors of these types is for a class that wraps other tensors to run."""
+    return any(hasattr(tensor_type, "__tensor_flatten__") for tensor_type in types)
+
+
+def is_wrapper(tensor: Any) -> bool:
+    """Whether a tensor is of a class that wraps other tensors, such as a quantized weight; DTensors do not count."""
+    return hasattr(type(tensor), "__tensor_flatten__") and not tensor.is_nested and not is_sharded(tensor)
 
 
 def is_strided(tensor: Tensor) -> bool:

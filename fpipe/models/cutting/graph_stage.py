@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fpipe import tree
 from fpipe.meaning.purity.attributes import IdentityKey, Modes, value_key
-from fpipe.meaning.purity.write_guard import mutated_nodes
+from fpipe.meaning.purity.write_guard import is_wrapper, mutated_nodes
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.marked_graph import draws_random
 from fpipe.models.exporting.net_graph import NetTensors
@@ -24,6 +24,7 @@ from fpipe.models.exporting.node_contexts import Context, contexts_of, copy_node
 from fpipe.models.exporting.opaque_ops import opaque_calls_of, rename_calls
 from fpipe.models.parameters.load import ParamAddresses
 from fpipe.positional_stage import PositionalStage
+from fpipe.torch_internals import direct_members
 from fpipe.torch_private.fx import dump_graph, load_graph
 
 # Split a stage's graph into pieces, its blocks and what is between them. Each piece can be traced alone, and equal
@@ -216,6 +217,7 @@ class GraphStage(PositionalStage):
         unflatten_output: rebuilds the net's output from what the graph returns, in the last stage.
         param_addresses: its parameters that are a module's, as they were when the front door returned them.
         opaque: the modules that its graph calls, which it keeps alive.
+        wrapper_names: its constants of another class, such as quantized weights.
     """
 
     unflatten_output: Callable[[Any], Any] | None
@@ -239,7 +241,9 @@ class GraphStage(PositionalStage):
         self.tensors, self.guard, self.traced_modes = tensors, guard, traced_modes
         self.state_names, self.unflatten_output = list(holds), None
         self.reads = [name for name in reads if name in tensors.param_names]
-        self.fixed = [name for name in reads if name not in tensors.param_names and name not in self.state_names]
+        constants = [name for name in reads if name not in tensors.param_names and name not in self.state_names]
+        self.wrapper_names = [name for name in constants if is_wrapper(tensors.current_tensor(name))]
+        self.fixed = [name for name in constants if name not in self.wrapper_names]
         self.names = tuple((name,) for name in (*self.reads, *unread))
         self.param_addresses = ParamAddresses({}, ())
         self.opaque = opaque_calls_of(graph.graph)
@@ -280,6 +284,7 @@ class GraphStage(PositionalStage):
         # `params` has the unread parameters at its end, which the zip leaves out.
         tensors = dict(zip(self.reads, params, strict=False)) | dict(zip(self.fixed, constants, strict=True))
         tensors |= dict(zip(self.state_names, buffers, strict=True))
+        tensors |= dict(zip(self.wrapper_names, self.wrappers(), strict=True))
         inputs = self._input_leaves(x)
         return [*(tensors[name] for name in self.read_names), *(inputs[i][j] for i, j in self.leaf_places)]
 
@@ -294,8 +299,8 @@ class GraphStage(PositionalStage):
 
     @cached_property
     def pieces(self) -> list[GraphPiece]:
-        """Its blocks and the operations between them; none if it has module state, or runs Python."""
-        if self.state_names or self.modules:
+        """Its blocks and the operations between them; none with module state, opaque modules or quantized weights."""
+        if self.state_names or self.modules or self.wrapper_names:
             return []
         labels = ["params" if name in self.tensors.param_names else "const" for name in self.read_names]
         labels += ["x"] * len(self.leaf_places)
@@ -311,9 +316,34 @@ class GraphStage(PositionalStage):
         argument_by_placeholder = dict(zip(self._placeholders, self.arguments(params, constants, x), strict=True))
         return argument_by_placeholder, self.unflatten_output(graph_output) if self.unflatten_output else graph_output
 
+    def with_params_bound(self, params: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
+        """Call a function, such as a backward that recomputes, while `params` are bound in its opaque modules."""
+        return self.with_tensors_bound([params[name] for name in self.reads], self.constants(), function)
+
+    def with_tensors_bound(
+        self, params: Sequence[Tensor], constants: Sequence[Tensor], function: Callable[[], Any]
+    ) -> Any:
+        """Call a function, such as the backward of a trace, while these tensors are bound in its opaque modules."""
+        tensor_by_name = dict(zip(self.reads, params, strict=False)) | dict(zip(self.fixed, constants, strict=True))
+        owned_ids = {id(module) for _, module in self.modules}
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for first_name, tensor in tensor_by_name.items() if owned_ids else ():
+                for owner, attribute in map(self.home_of, self.tensors.names(first_name)):
+                    dicts: Any = direct_members(owner)[:2] if id(owner) in owned_ids else ()
+                    for tensors in dicts:
+                        if attribute in tensors:
+                            replaced.append((tensors, attribute, tensors[attribute]))
+                            tensors[attribute] = tensor
+            return function()
+        finally:
+            for tensors, attribute, original in replaced:
+                tensors[attribute] = original
+
     def state_fields(self) -> dict[str, Any]:
-        """Return the fields of a `Stage` that declare its state."""
-        return {"keywords": frozenset({"state"} if self.state_names else ())}
+        """Return the fields of a `Stage` that declare its state, and how it runs a backward that calls its modules."""
+        bound = {"with_params_bound": self.with_params_bound} if self.modules else {}
+        return {"keywords": frozenset({"state"} if self.state_names else ()), **bound}
 
     def state(self) -> dict[str, Tensor]:
         """Return the current values of the buffers that the stage writes, by name."""
@@ -330,6 +360,10 @@ class GraphStage(PositionalStage):
     def constants(self) -> list[Tensor]:
         """Return the current values of its constants."""
         return [self.tensors.current_tensor(name) for name in self.fixed]
+
+    def wrappers(self) -> list[Tensor]:
+        """Return the current values of its constants that are of another class, which its traces keep."""
+        return [self.tensors.current_tensor(name) for name in self.wrapper_names]
 
     def literal_constants(self) -> list[Tensor]:
         """Return the constants that the traced code made of Python numbers, as torch.tensor(3) does."""
@@ -381,4 +415,5 @@ class GraphStage(PositionalStage):
         ]
         read_kinds = tuple(tuple(indices.get(name) for indices in index_by_name_of_kind) for name in self.read_names)
         inputs = (tuple(self.leaf_places), self.has_several_inputs, len(self.names), read_kinds)
-        return node_keys, inputs, self.modes(), self.unflatten_output, IdentityKey(self) if unsupported else None
+        wrappers, identity = tuple(map(IdentityKey, self.wrappers())), IdentityKey(self) if unsupported else None
+        return node_keys, inputs, self.modes(), self.unflatten_output, wrappers, identity

@@ -81,12 +81,15 @@ class OnlyTraceable(TorchFunctionMode):
         """Call the function, and record whether Python code computes a gradient of its results."""
         # Only now, and not after: torch.export sets flags of its own around the call.
         self.settings = kernel_settings()
-        with apply_as_ops(self.calls):
+        with apply_as_ops(self.calls), dispatch.intercept_saved_tensors_hooks(self._refuse_hooks):
             results = function(*args, **kwargs)
         self.settings = None
         functions = {call.function for call in self.calls}
         self.in_python |= has_python_backward(tree.leaves(results), custom_ops=False, ignored=functions)
         return results
+
+    def _refuse_hooks(self) -> None:
+        raise OutsideTrace(self.who, "uses saved_tensors_hooks", ", which no trace above autograd runs")
 
     def warn(self, stacklevel: int) -> None:
         """Warn of a gradient in Python, which the trace does not contain."""

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fpipe import tree
 from fpipe.graphs.tracing.marks import KEY
+from fpipe.meaning.purity.as_written import as_written
 from fpipe.meaning.purity.attributes import AttributeSnapshot
 from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.models.exporting.export_net import double_single_rows, export_net, moved_to_meta, tensor_without_data
@@ -35,6 +36,7 @@ from fpipe.models.exporting.opaque_ops import (
     with_tensors,
 )
 from fpipe.models.exporting.source_locations import location_of_error, modules_called_in
+from fpipe.torch_internals import is_jagged_error
 from fpipe.torch_private.fx import depends_on_data, example_number, is_data_dependence
 
 
@@ -183,6 +185,10 @@ def _deed_of(cause: BaseException) -> str:
     if isinstance(cause, OutsideTrace):
         return cause.deed
     # Errors of torch that are no refusals of fpipe, which are ValueErrors. The net then has to run on its example.
+    if is_jagged_error(cause):
+        return "makes a jagged nested tensor"
+    if type(cause).__module__ == "torch._dynamo.exc":
+        return "calls a higher-order op, such as FlexAttention or torch.cond"
     if isinstance(cause, RuntimeError | NotImplementedError | TypeError | AssertionError):
         line = next((line.strip() for line in str(cause).splitlines() if line.strip()), "").rstrip(".")
         return f"is not exported ({type(cause).__name__}: {line})"
@@ -208,7 +214,7 @@ def _record_calls(net: nn.Module, inputs: Any, paths: Iterable[str]) -> list[Opa
             batch: Any = inputs, None
             if stack.enter_context(moved_to_meta(net)):
                 params, batch = tree.tree_map(tensor_without_data, (params, batch))
-            for context in (torch.no_grad(), *contexts):
+            for context in (torch.no_grad(), as_written(), *contexts):
                 stack.enter_context(context)
             NetFunction(net, lambda output, _: output, ())(params, batch, KEY, 0)
 

@@ -27,7 +27,7 @@ from fpipe.graphs.tracing.running_statistics import (
 from fpipe.meaning.purity.attributes import AttributeSnapshot, IdentityKey, Modes
 from fpipe.meaning.purity.fingerprint import draws_random, module_key, refuse_impure
 from fpipe.meaning.purity.pure import Impure
-from fpipe.meaning.purity.write_guard import WriteGuard, storage_key
+from fpipe.meaning.purity.write_guard import WriteGuard, is_wrapper, storage_key
 from fpipe.model import check_keys
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.load import ParamAddresses
@@ -63,6 +63,7 @@ class StageModule(PositionalStage):
         norms: the batch and instance norms that update running statistics.
         state_owners: the buffers that its modules write: the stage's state.
         constant_owners: the frozen parameters and the buffers that it only reads.
+        wrapper_owners: those among them that are tensors of another class, such as quantized weights.
         param_addresses: its parameters as they were when the front door returned them.
     """
 
@@ -103,7 +104,11 @@ class StageModule(PositionalStage):
         trained_paths = {path for paths in self.names for path in paths}
         all_paths = [path for path, _ in self.bound_modules.named_parameters(remove_duplicate=False)]
         frozen_params = self.owners_of(path for path in all_paths if path not in trained_paths)
-        self.constant_owners = [*frozen_params, *(buffer for buffer in self.buffers if buffer not in self.state_owners)]
+        constants = [*frozen_params, *(buffer for buffer in self.buffers if buffer not in self.state_owners)]
+        # A quantized weight is a tensor of a class of its own. No fake tensor behaves like it, so it stays in its
+        # module, and the tensors inside it are constants of the trace.
+        self.wrapper_owners = [constant for constant in constants if is_wrapper(getattr(*constant.home))]
+        self.constant_owners = [constant for constant in constants if constant not in self.wrapper_owners]
         self.fixed = [constant.path for constant in self.constant_owners]
         self.homes = [constant.home for constant in self.constant_owners]
         self.state_names = [buffer.path for buffer in self.state_owners]
@@ -266,6 +271,10 @@ class StageModule(PositionalStage):
         """Return the current values of the buffers that the stage writes, by name."""
         return {path: getattr(owner, name).detach() for path, owner, name in self.state_owners}
 
+    def wrappers(self) -> list[Tensor]:
+        """Return the frozen tensors of another class, which its traces keep."""
+        return [getattr(*owner.home) for owner in self.wrapper_owners]
+
     def state_fields(self) -> dict[str, Any]:
         """Return the fields of a `Stage` that declare its state."""
         return {"keywords": frozenset({"state"} if self.state_owners else ())}
@@ -289,7 +298,9 @@ class StageModule(PositionalStage):
         module_keys = tuple(module_key(module, unsupported) for module in self.children.values())
         paths = *self.names, self.fixed, self.state_names
         indexed_paths = tuple(map(with_child_index, paths))
-        return len(self.names), indexed_paths, module_keys, self.skips, IdentityKey(self) if unsupported else None
+        wrappers = tuple(map(IdentityKey, self.wrappers()))
+        identity = IdentityKey(self) if unsupported else None
+        return len(self.names), indexed_paths, module_keys, self.skips, wrappers, identity
 
 
 class BoundModules(nn.Module):

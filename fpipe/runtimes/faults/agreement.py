@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import Parameter
 
 from fpipe import tree
@@ -256,6 +256,8 @@ def _text(argument: Any, names: Mapping[Any, str]) -> str:
         return f"[{', '.join(_text(child, names) for child in argument)}]"
     if isinstance(argument, torch.device):
         return "device"
+    if isinstance(argument, fx.GraphModule):
+        return " ".join(argument.code.split())
     if isinstance(argument, Tensor):
         return str(aval_of_tensor(argument))
     return repr(argument) if isinstance(argument, _PLAIN) else type(argument).__name__

@@ -46,7 +46,7 @@ from fpipe.runtimes.lowering.stage_calls import (
     UntracedStages,
     copies_of,
 )
-from fpipe.runtimes.lowering.untraced_stages import DryRuns
+from fpipe.runtimes.lowering.untraced_stages import DryRuns, sparse_gradients
 from fpipe.torch_internals import storage_of
 
 
@@ -164,7 +164,8 @@ class _AbstractWalk:
         self._context, self._model, self._untraced, self._fake = context, context.model, untraced, fake_mode()
         self._copies = copies_of(ops, context.moves)
         self._calls = StageCalls(context, untraced.existing_traces_only, hoists)
-        self._trees, self._dry_runs = {**inputs}, DryRuns(context)
+        allows_sparse = bool(sparse_gradients(ops, untraced.stages))
+        self._trees, self._dry_runs = {**inputs}, DryRuns(context, allows_sparse)
         self._runs: dict[Coordinates, StageRun] = {}
         self._cuts: dict[Coordinates, Cut] = {}
         self._storage_maps: dict[Op, StorageMap] = {}

@@ -59,7 +59,12 @@ from fpipe.runtimes.lowering.stage_calls import (
     refuse_unknown_rows,
     stages_with_data_sizes,
 )
-from fpipe.runtimes.lowering.untraced_stages import norm_of_partial, partial_gradients, under_autograd
+from fpipe.runtimes.lowering.untraced_stages import (
+    norm_of_partial,
+    partial_gradients,
+    sparse_gradients,
+    under_autograd,
+)
 
 # These serve many microbatches, so that code does not empty their lists; the last reader of hoisted values does.
 _KEPT_ALL_STEP = ("hoisted", KEY[0], "weight")
@@ -145,6 +150,7 @@ class _Lowering:
         # A value that only stages without a trace read may have another shape in each step: no code relies on it.
         self.unconstrained = frozenset(untraced_writes - traced_reads).difference(folds.outputs)
         self.partial_gradients = partial_gradients(ops, shapes.untraced.stages)
+        self.sparse_gradients = sparse_gradients(ops, shapes.untraced.stages)
         # Of parameters that a GATHER or RECV writes, graphs may read a few leaves only, and the others need not travel.
         # Whoever reads a value whole (a transfer, a stage without a trace) needs all of them.
         self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.written_params - fully_read}
@@ -215,7 +221,7 @@ class _Lowering:
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FRBI" else ()  # a backward may run the forward once more
-            allowed = self.unconstrained, self.partial_gradients
+            allowed = self.unconstrained, self.partial_gradients, self.sparse_gradients
             run = partial(under_autograd, op, *trees, *allowed, self.shapes.context, self.casts)
             return self.named_instruction(position, run, (*op.reads, *keyed), op.writes)
         run = self.rule_of(position, op)

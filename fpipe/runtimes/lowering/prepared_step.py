@@ -29,6 +29,7 @@ from fpipe.runtimes.lowering.lane import See, Watch
 from fpipe.runtimes.lowering.lower import lower
 from fpipe.runtimes.lowering.lowered import AbstractTree, Lowered, unflatten_value
 from fpipe.runtimes.lowering.rank_part import RankPart, Slots, Tap
+from fpipe.runtimes.lowering.signature import refuse_overriding_tensors
 from fpipe.runtimes.lowering.slots import (
     ProcessContext,
     build_entrance,
@@ -69,6 +70,7 @@ class PreparedStep:
     ) -> None:
         # 1. What the step is handed: its leaves, bound to the inputs of the program.
         check_inputs(program, model, inputs)
+        refuse_overriding_tensors(model, inputs.params, inputs.batch, untraced.stages)
         whole_batch, sizes = check_and_measure_batch(program, inputs.batch)
         homes, storages = input_homes(program, process.devices), dict[int, int]()
         input_leaves = input_leaves_of(program, model, inputs, process, homes, storages)

@@ -5,7 +5,7 @@ step(params, batch, state)    -->    containers, shapes, dtypes, strides, device
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -64,6 +64,7 @@ class Signatures:
         leaf_properties = [*map(_leaf_properties, chain(leaves, constants), device_by_leaf)]
         # Where a transform of the model wraps a net, its traces keep the constants of the net: compare identities.
         constant_ids = tuple(id(leaf) for stage in self._wrapped for leaf in stage.constants())
+        constant_ids += tuple(id(leaf) for stage in self._stages for leaf in stage.wrappers())
         parts = (
             ambient_key(),
             tuple(modes),
@@ -121,11 +122,26 @@ def _leaf_properties(leaf: Any, home: torch.device | None) -> Any:
             properties = properties if local is leaf else (*properties, sharding_of(leaf))
         except RuntimeError:
             raise Untraceable(f"it is handed a {layout_of(leaf)}") from None
-        if type(leaf) not in _TENSORS and not leaf.is_nested and overrides_torch_functions(type(leaf)):
-            raise Untraceable(f"it is handed a {type(leaf).__name__}, whose __torch_function__ a trace would not call")
-        return properties
+        return (*properties, type(leaf)) if _overrides_functions(leaf) else properties
     # By its text, since 0.0 == -0.0 and nan != nan.
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
+
+
+def _overrides_functions(leaf: Any) -> bool:
+    is_plain = not isinstance(leaf, Tensor) or type(leaf) in _TENSORS or leaf.is_nested
+    return not is_plain and overrides_torch_functions(type(leaf))
+
+
+def refuse_overriding_tensors(model: Model, params: Sequence[Any], batch: Any, untraced: Collection[int]) -> None:
+    """Raise Untraceable for tensors whose class has a `__torch_function__`, which a trace would not call.
+
+    Of parameters the error names the stage; those of stages that run untraced pass.
+    """
+    for stage, leaves in [*enumerate(map(tree.leaves, params)), (None, tree.leaves(batch))]:
+        for leaf in filter(_overrides_functions, leaves if stage not in untraced else ()):
+            reason = f"it is handed a {type(leaf).__name__}, whose __torch_function__ a trace would not call"
+            error = Untraceable(reason)
+            raise error if stage is None else error.for_stage(stage, model.label_of(stage))
 
 
 def _describe_change(previous: Any, current: Any, arguments: Any) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ Results = Mapping[tuple[str, int], AbstractTree]
 class DryRuns:
     """Runs of a program's stages on zeros, one for all microbatches with equal shapes."""
 
-    def __init__(self, context: StepContext) -> None:
+    def __init__(self, context: StepContext, allows_sparse: bool = False) -> None:
+        self._allows_sparse = allows_sparse
         alone = replace(context.model, stages=tuple(map(_without_exchange, context.model.stages)))
         self._context = replace(context, model=alone, key=context.key or 0, watch_saved=False)
         self._sizes: dict[Value, Tensor] = {}
@@ -129,7 +131,7 @@ class DryRuns:
         writes = tuple(Value(name, *op[1:4], port) for name, port in leaves)
         gradients = RULES["B"](op._replace(kind="B", writes=writes), args, self._context)
         return {
-            name: AbstractTree(tuple(map(_gradient_fact, leaves[name], grads)))
+            name: AbstractTree(tuple(map(partial(_gradient_fact, self._allows_sparse), leaves[name], grads)))
             for name, grads in zip(leaves, gradients, strict=True)
         }
 
@@ -164,6 +166,15 @@ def partial_gradients(ops: Sequence[Op], untraced: Collection[int]) -> frozenset
         if op.kind not in _SKIPS_MISSING or passes_on:
             complete.update(op.reads)
     return frozenset(partial_values - complete)
+
+
+def sparse_gradients(ops: Sequence[Op], untraced: Collection[int]) -> frozenset[Value]:
+    """Return the gradients of parameters, and their sums, that may be sparse, since only ADDs and callers read them."""
+    partial_values = partial_gradients(ops, untraced)
+    backwards = (op for op in ops if op.kind in ("B", "W") and op.stage in untraced)
+    gradients = (value for op in backwards for value in op.writes if value.name == "g")
+    is_added_only = {op.kind for op in ops}.isdisjoint(_SKIPS_MISSING - {"ADD"})
+    return partial_values if is_added_only and partial_values.issuperset(gradients) else frozenset()
 
 
 def norm_of_partial(
@@ -207,11 +218,12 @@ def _fact(leaf: Any) -> Any:
     return fact_in_own_storage(aval_of_tensor(leaf)) if isinstance(leaf, Tensor) else leaf
 
 
-def _gradient_fact(leaf: Any, grad: Tensor | None) -> Any:
-    """Return the fact of a leaf's gradient; laid out as the leaf, if zeros gave it none."""
+def _gradient_fact(allows_sparse: bool, leaf: Any, grad: Tensor | None) -> Any:
+    """Return the fact of a leaf's gradient; laid out as the leaf, if it is sparse or zeros gave it none."""
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return None
-    return _fact(torch.empty_like(leaf.detach()) if grad is None else grad)
+    is_laid_out_as_leaf = grad is None or (allows_sparse and grad.is_sparse)
+    return _fact(torch.empty_like(leaf.detach()) if is_laid_out_as_leaf else grad)
 
 
 def _in_own_storages(abstract: AbstractTree) -> AbstractTree:
@@ -229,6 +241,7 @@ def under_autograd(
     writes: Sequence[AbstractTree],
     unconstrained: Collection[Value],
     partial_values: Collection[Value],
+    sparse_values: Collection[Value],
     context: StepContext,
     casts: AutocastSettings,
     *lists: Any,
@@ -239,7 +252,7 @@ def under_autograd(
         op: the op.
         reads, writes: the abstract trees of its values.
         unconstrained: the values whose shapes nobody relies on, as only stages without a trace read them.
-        partial_values: the gradients of parameters in which leaves may be missing.
+        partial_values, sparse_values: the gradients of parameters in which leaves may be missing, or sparse.
         context: the facts of the step; its key comes as the last of `lists`.
         casts: the autocast settings of the step's signature.
         lists: the leaves of what it reads.
@@ -260,7 +273,16 @@ def under_autograd(
     return [
         [result]
         if abstract is OPAQUE
-        else _conform(op, value, abstract, result, value in unconstrained, value in partial_values, context.model)
+        else _conform(
+            op,
+            value,
+            abstract,
+            result,
+            any_shape=value in unconstrained,
+            is_partial=value in partial_values,
+            may_be_sparse=value in sparse_values,
+            model=context.model,
+        )
         for value, abstract, result in zip(op.writes, writes, results, strict=True)
     ]
 
@@ -290,17 +312,28 @@ def _requiring_grad(expected: Any, leaf: Any) -> Any:
 
 
 def _conform(
-    op: Op, value: Value, expected: AbstractTree, result: Any, any_shape: bool, is_partial: bool, model: Model
+    op: Op,
+    value: Value,
+    expected: AbstractTree,
+    result: Any,
+    *,
+    any_shape: bool,
+    is_partial: bool,
+    may_be_sparse: bool,
+    model: Model,
 ) -> Leaves:
     """Return the leaves of a value in the strides that its readers expect; if `any_shape`, unchanged."""
     leaves, spec = ([*result], None) if expected.spec is None else tree.flatten(result)
-    pairs = zip(expected.leaves, leaves, strict=True)
-    if spec == expected.spec and all(_matches(expected_leaf, leaf, any_shape) for expected_leaf, leaf in pairs):
+    pairs = [*zip(expected.leaves, leaves, strict=spec == expected.spec)]
+    sparse = [may_be_sparse and _is_sparse_form(*pair) for pair in pairs]
+    if spec == expected.spec and all(
+        is_sparse or _matches(*pair, any_shape) for is_sparse, pair in zip(sparse, pairs, strict=True)
+    ):
         if any_shape:
             return leaves
         return [
-            leaf if is_partial and leaf is None else _lay_out(expected_leaf, leaf)
-            for expected_leaf, leaf in zip(expected.leaves, leaves, strict=True)
+            leaf if is_sparse or (is_partial and leaf is None) else _lay_out(expected_leaf, leaf)
+            for is_sparse, (expected_leaf, leaf) in zip(sparse, pairs, strict=True)
         ]
     actual_text, expected_text = (
         ", ".join(map(_describe_leaf, value_leaves)) or "nothing" for value_leaves in (leaves, expected.leaves)
@@ -316,6 +349,12 @@ def _conform(
         f"{subject} runs without a trace, and {difference}. Give it one structure and shape, or place its readers on "
         "this rank, without a trace too."
     )
+
+
+def _is_sparse_form(expected: Any, leaf: Any) -> bool:
+    """Whether a leaf is a sparse tensor of the expected shape and dtype."""
+    is_sparse = isinstance(leaf, Tensor) and leaf.is_sparse and isinstance(expected, Fact)
+    return is_sparse and (tuple(leaf.shape), leaf.dtype) == (expected.aval.shape, expected.aval.dtype)
 
 
 def _matches(expected: Any, leaf: Any, any_shape: bool) -> bool:
