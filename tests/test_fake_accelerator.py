@@ -5,7 +5,6 @@ A test takes each wait out in turn, and sees that the checker reports it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -17,7 +16,7 @@ from tests.fake_accelerator import COMPILER
 from tests.fake_accelerator.graph_scenarios import GRAPH_SCENARIOS
 from tests.fake_accelerator.mutations import Wait, find_waits, without_wait
 from tests.fake_accelerator.process_scenarios import PROCESS_SCENARIOS
-from tests.fake_accelerator.processes import processes_with_device
+from tests.fake_accelerator.processes import fixture_of
 from tests.fake_accelerator.scenarios import SCENARIOS, pipeline_of, schedules, timeline_of
 from tests.processes import Processes
 
@@ -27,16 +26,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes_with_device(request, tmp_path_factory, 1) as workers:
-        yield workers
+processes = fixture_of(1)
 
 
-@pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes_with_device(request, tmp_path_factory, 2) as two:
-        yield two
+pair = fixture_of(2)
 
 
 def run_scenario(rank: int, name: str) -> list[str]:
@@ -70,7 +63,7 @@ def first_report(rank: int, wait: Wait) -> str | None:
         for name, scenario in (GRAPH_SCENARIOS if wait.of_graphs else SCENARIOS).items():
             try:
                 reports = scenario()
-            except (RuntimeError, TypeError) as error:
+            except (RuntimeError, TypeError, AttributeError) as error:
                 reports = [str(error)]
             if reports:
                 return f"{name}: {reports[0]}"

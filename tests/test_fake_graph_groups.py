@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from fpipe.torch_private.processes import coalesce
 from tests.fake_accelerator import COMPILER, capture_call, reports_of
 from tests.fake_accelerator.captures import captured, captured_of, new_graph, new_ones
 from tests.fake_accelerator.group import NAME
-from tests.fake_accelerator.processes import processes_with_device
+from tests.fake_accelerator.processes import fixture_of
 from tests.processes import Processes
 
 pytestmark = [
@@ -25,10 +25,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes_with_device(request, tmp_path_factory, 2) as two:
-        yield two
+pair = fixture_of(2)
 
 
 def new_group() -> Any:

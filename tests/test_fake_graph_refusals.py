@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +20,7 @@ from tests.fake_accelerator.captures import (
     new_ones,
     suppress_errors,
 )
-from tests.fake_accelerator.processes import processes_with_device
+from tests.fake_accelerator.processes import fixture_of
 from tests.processes import Processes
 
 pytestmark = [
@@ -29,10 +29,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes_with_device(request, tmp_path_factory, 1) as workers:
-        yield workers
+processes = fixture_of(1)
 
 
 class Outside(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.fake_accelerator.captures import (
     new_graph,
     new_ones,
 )
-from tests.fake_accelerator.processes import processes_with_device
+from tests.fake_accelerator.processes import fixture_of
 from tests.processes import Processes
 
 pytestmark = [
@@ -27,10 +27,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes_with_device(request, tmp_path_factory, 1) as workers:
-        yield workers
+processes = fixture_of(1)
 
 
 def compute(x: Tensor, number: Tensor) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ import fpipe
 from fpipe.meaning.optimizers.rules import refuse_uncapturable_rule
 from tests.fake_accelerator import COMPILER
 from tests.fake_accelerator.graph_scenarios import DEVICE, GPIPE, batches_of, on_device
-from tests.fake_accelerator.processes import processes_with_device
+from tests.fake_accelerator.model_graph_scenarios import MODEL_GRAPH_SCENARIOS
+from tests.fake_accelerator.processes import fixture_of
 from tests.fake_accelerator.scenarios import WIDTH, squares
 from tests.processes import Processes
 
@@ -23,10 +24,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ co
 Forward = Callable[[Any, Tensor], Tensor]
 
 
-@pytest.fixture(scope="module")
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes_with_device(request, tmp_path_factory, 1) as workers:
-        yield workers
+processes = fixture_of(1)
 
 
 def scale(p: Any, x: Tensor) -> Tensor:
@@ -216,3 +214,13 @@ def test_an_audit_finds_a_replay_that_computes_otherwise(processes: Processes, c
     ((message, notes),) = processes.run(change_what_a_kernel_read, cut_net, donate)
     assert re.match(r"the graph replays \['loss'\] off by up to .* or say graph=False\.$", message)
     assert notes == donate
+
+
+def run_model_scenario(rank: int, name: str) -> list[str]:
+    return [*MODEL_GRAPH_SCENARIOS[name]()]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MODEL_GRAPH_SCENARIOS)
+def test_models_and_options_in_a_graph(processes: Processes, name: str):
+    assert processes.run(run_model_scenario, name) == [[]]

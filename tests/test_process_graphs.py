@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from tests.fake_accelerator.graph_scenarios import STEPS
 from tests.fake_accelerator.group import OrderedGroup
 from tests.fake_accelerator.process_graph_scenarios import PROCESS_GRAPH_SCENARIOS, batches_on
 from tests.fake_accelerator.process_scenarios import mesh_of_two
-from tests.fake_accelerator.processes import processes_with_device
+from tests.fake_accelerator.processes import fixture_of
 from tests.fake_accelerator.scenarios import PARTS, WIDTH, net_of, pipeline_of, schedules, squares
 from tests.processes import Processes
 
@@ -29,10 +28,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with processes_with_device(request, tmp_path_factory, 2) as workers:
-        yield workers
+pair = fixture_of(2)
 
 
 def run_scenario(rank: int, name: str) -> list[str]:

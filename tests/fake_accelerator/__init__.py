@@ -59,6 +59,7 @@ def register_device(library: Path) -> None:
     module.manual_seed_all = lambda seed: [generator.manual_seed(seed) for generator in module.default_generators]
     module.Graph, module.is_current_stream_capturing = Graph, ops.is_capturing
     module.graph_pool_handle = lambda: (ops.new_pool(), 0)
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     torch._register_device_module("fake", module)
 
 

@@ -7,6 +7,7 @@
 // allocation and wait tells it which memory it reads and writes, and on which stream. Where CUDA waits by itself (a
 // copy that blocks, one between devices, `item()`), so does this. Time is that of the streams: an op takes as long as
 // it has elements, and starts once its stream, and what that waits for, is there.
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -17,7 +18,6 @@
 #include <torch/library.h>
 
 #include "graph.h"
-#include "ops.h"
 
 namespace fake {
 
@@ -62,6 +62,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("record_stream", &record_stream);
+}
+
+// Autocast: products in the lower precision, and losses in float32, as CUDA has them.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(layer_norm, fp32)
+  KERNEL_PRIVATEUSEONE(mse_loss, fp32)
 }
 
 // The host itself: an op on the CPU that is handed pinned memory reads or writes it there and then.
@@ -154,6 +165,7 @@ TORCH_LIBRARY(fake_accelerator, m) {
   m.def("now() -> float", [] { return double(now); });
   m.def("current() -> int", [] { return int64_t(current); });
   m.def("default_generator(int index) -> Generator?", [](int64_t index) { return default_generator(index); });
+  m.def("clear_workspaces() -> ()", &clear_workspaces);
   m.def("new_pool() -> int", &new_pool);
   m.def("new_graph() -> int", &new_graph);
   m.def("delete_graph(int graph) -> ()", &delete_graph);

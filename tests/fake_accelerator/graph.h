@@ -4,7 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
 
-#include "capture.h"
+#include "ops.h"
 
 namespace fake {
 
@@ -25,6 +25,9 @@ class Graph {
     TORCH_CHECK(has_mode, "fake: there is no capture mode ", mode);
     register_state(default_state);
     static int64_t count = 0;
+    auto outlives = std::string(failed_pools().count(pool) ? "a capture into this pool has failed" : "");
+    if (!checker().pools.count(pool) && checker().has_tensors(pool)) outlives = "a tensor of this pool outlives its graphs";
+    TORCH_CHECK(outlives.empty(), "fake: ", outlives, "; capture into another pool.");
     this->device = device;
     this->pool = pool;
     ++checker().pools[pool].graphs;
@@ -44,6 +47,7 @@ class Graph {
     auto error = capture->error;
     finish_capture();
     if (!error.empty()) {
+      failed_pools().insert(pool);
       nodes.clear();
       reset();
       TORCH_CHECK(false, "fake: the capture is invalid: ", error);
@@ -98,6 +102,8 @@ class Graph {
     for (auto* running : captures())
       if (!nodes.empty() && running->forbids_here() && running->error.empty())
         running->error = "a graph was deleted while another was captured; run gc.collect() before.";
+    // As torch: the workspace of the stream on which it was captured, whoever uses that now.
+    if (!nodes.empty()) workspaces().erase(origin);
     nodes.clear();
     agents.clear();
     offsets.clear();
@@ -121,11 +127,19 @@ class Graph {
     nodes = std::move(capture->nodes);
     offsets = std::move(capture->offsets);
     outside = std::move(capture->outside);
+    origin = capture->origin;
     event_count = capture->events;
     capture.reset();
   }
 
+  // Torch 2.11 goes on allocating into the pool of a capture that has failed.
+  static std::set<int64_t>& failed_pools() {
+    static std::set<int64_t> pools;
+    return pools;
+  }
+
   c10::DeviceIndex device = 0;
+  Agent origin = 0;
   std::unique_ptr<Capture> capture;
   std::set<DrawStatePointer> states;
   std::map<DrawStatePointer, uint64_t> offsets;

@@ -27,12 +27,12 @@ GPIPE = pipeline_of(fpipe.schedules.gpipe(1))
 
 
 @contextmanager
-def counted_replays() -> Iterator[list[Graph]]:
-    """Yield the list of graphs that are replayed, one entry a replay."""
-    replayed, replay = list[Graph](), Graph.replay
+def counted_replays() -> Iterator[list[int]]:
+    """Yield the list of the numbers of graphs that are replayed, one entry a replay."""
+    replayed, replay = list[int](), Graph.replay
 
     def replay_and_count(graph: Graph) -> None:
-        replayed.append(graph)
+        replayed.append(graph.number)
         replay(graph)
 
     Graph.replay = replay_and_count
@@ -42,9 +42,9 @@ def counted_replays() -> Iterator[list[Graph]]:
         Graph.replay = replay
 
 
-def count_mistakes(replayed: Sequence[Graph], replays: int, graphs: int) -> list[str]:
+def count_mistakes(replayed: Sequence[int], replays: int, graphs: int) -> list[str]:
     """Report another number of replays or of graphs than expected."""
-    counts = len(replayed), len({*map(id, replayed)})
+    counts = len(replayed), len({*replayed})
     return [] if counts == (replays, graphs) else [f"replays and graphs: {counts}, not {(replays, graphs)}"]
 
 
@@ -376,23 +376,33 @@ def two_steps(donate: bool) -> list[str]:
     return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, REPLAYS, 1)
 
 
+@contextmanager
+def registered(apply: Callable[..., Any]) -> Iterator[str]:
+    """Register an update rule for the body; yield its name."""
+    fpipe.register_update("OwnRule", apply)
+    try:
+        yield "OwnRule"
+    finally:
+        RULES.pop("OwnRule")
+
+
 def failed() -> list[str]:
-    """Let a capture fail, and go on with the same step once its cause is gone."""
-    reads_rate = True
+    """Let the second capture fail, and go on with the same step once its cause is gone."""
+    reads_rate, steps = False, range(2 * STEPS)
 
     def look_at_rate(param: Tensor, grad: Tensor, state: Any, lr: Tensor, decay: Tensor) -> tuple[Tensor, Any]:
         return param * decay - (float(lr) if reads_rate else lr) * grad, state
 
-    fpipe.register_update("LooksAtRate", look_at_rate)
-    try:
-        model, program, params = cut(on_device(net_of(2)), fpipe.chain(GPIPE, fpipe.update("LooksAtRate")))
+    with registered(look_at_rate) as rule:
+        model, program, params = cut(on_device(net_of(2)), fpipe.chain(GPIPE, fpipe.update(rule)))
         step = fpipe.build(program, model, graph=True, audit="never", donate=True)
-        opt, batches, twin, failures = fpipe.optimizer_state(program, params), batches_of(), net_of(2), list[str]()
+        opt, twin, failures = fpipe.optimizer_state(program, params), net_of(2), list[str]()
+        batches = [tuple(tensor[: 12 + 4 * (k < STEPS)] for tensor in batches_of()[k % STEPS]) for k in steps]
 
         def run() -> None:
             nonlocal params, reads_rate
             for k, batch in enumerate(batches):
-                numbers = {"lr": 0.125, "decay": 0.5**k}
+                numbers, reads_rate = {"lr": 0.125, "decay": 0.5**k}, k >= STEPS and not failures
                 try:
                     params = step(params, batch, opt=opt, lr=numbers).params
                 except RuntimeError as error:
@@ -402,15 +412,40 @@ def failed() -> list[str]:
 
         with counted_replays() as replayed:
             reports = reports_of(run)
-    finally:
-        RULES.pop("LooksAtRate")
     net = on_device(twin)
     for k, batch in enumerate(batches):
         for param, grad in zip(net.parameters(), grads_by_autograd(net, batch), strict=True):
             param.data = param.data * 0.5**k - 0.125 * grad
     is_said = len(failures) == 3 and failures[1].startswith("in UPDATE") and "captured" in failures[2]
     reports += [] if is_said else [f"the failure was reported as {failures}"]
-    return reports + differing_bits(leaves(params), [*net.parameters()]) + count_mistakes(replayed, REPLAYS, 1)
+    return reports + differing_bits(leaves(params), [*net.parameters()]) + count_mistakes(replayed, 2 * REPLAYS, 2)
+
+
+def outlived() -> list[str]:
+    """Let a rule keep tensors of a graph that is gone when parameters move, and capture again."""
+    outlasting, results = list[Tensor](), list[Any]()
+
+    def keep_grad(param: Tensor, grad: Tensor, state: Any, lr: Tensor) -> tuple[Tensor, Any]:
+        outlasting.append(grad * 2)
+        return param - lr * grad, state
+
+    with registered(keep_grad) as rule:
+        model, program, params = cut(on_device(net_of(2)), fpipe.chain(GPIPE, fpipe.update(rule)))
+        step, opt = fpipe.build(program, model, graph=True, audit="never"), fpipe.optimizer_state(program, params)
+        copies, batches = tree_map(Tensor.clone, params), batches_of()
+
+        def run() -> None:
+            for k, batch in enumerate(batches):
+                results.append(step(params if k < REPLAYS else copies, batch, opt=opt, lr=0.125).params)
+
+        with counted_replays() as replayed:
+            reports = reports_of(run)
+    net = on_device(net_of(2))
+    expected = [
+        [param - 0.125 * grad for param, grad in zip(net.parameters(), grads_by_autograd(net, batch), strict=True)]
+        for batch in batches
+    ]
+    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, REPLAYS, 2)
 
 
 GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
@@ -448,5 +483,6 @@ GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "a graph of two steps": partial(two_steps, donate=False),
     "a graph of two steps, in place": partial(two_steps, donate=True),
     "a failed capture": failed,
+    "a graph whose tensors outlive it": outlived,
 }
 """Scenarios in order: first those that are the only one to notice some missing call."""

@@ -188,6 +188,9 @@ class Checker {
     });
     return lows;
   }
+  bool has_tensors(int64_t pool) const {
+    return std::any_of(blocks.begin(), blocks.end(), [&](const auto& entry) { return entry.second.pool == pool; });
+  }
   // Call a function with each block of a pool.
   template <class Visit>
   void visit_pool(int64_t number, Visit visit) {

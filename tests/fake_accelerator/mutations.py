@@ -21,7 +21,7 @@ import fpipe
 
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
 OF_PROCESSES = (*WAITS, "wait", "wait_for", "wait_on")
-OF_GRAPHS = (*WAITS, "register_generators", "seed", "copy_")
+OF_GRAPHS = (*WAITS, "register_generators", "seed", "copy_", "clear_workspaces", "_make_pool")
 RESULTS = "lowering/slots.py"
 """The file that clones the results of a graph."""
 UNSEEN = (
@@ -33,6 +33,8 @@ UNSEEN = (
     "run_audited",
 )
 """Functions that wait for what gloo carries alone, for a loss behind an exchange, for memory or for a clock."""
+UNSEEN_CALLS = {("GraphStream.capture", "clear_workspaces", 1)}
+"""Calls that free memory alone."""
 ROOT = Path(fpipe.__file__).parent
 
 
@@ -67,7 +69,7 @@ def find_waits() -> list[Wait]:
                 Wait(str(path.relative_to(ROOT)), name, call, calls[:index].count(call))
                 for index, call in enumerate(calls)
             ]
-    return removable_waits
+    return [wait for wait in removable_waits if wait[1:] not in UNSEEN_CALLS]
 
 
 def _removable_names(path: Path) -> tuple[str, ...]:
@@ -108,6 +110,8 @@ class _WithoutCall(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if node is not self.removed_call:
             return self.generic_visit(node)
+        if _called_name(node) == "_make_pool":
+            return ast.parse("self._pool", mode="eval").body  # instead of a new pool the present one
         waited = node.func.value if isinstance(node.func, ast.Attribute) else None
         return waited if isinstance(waited, ast.Call) or _called_name(node) == "clone" else ast.Constant(None)
 

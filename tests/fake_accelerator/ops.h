@@ -128,6 +128,24 @@ inline void replace_results(torch::jit::Stack& stack, size_t count, Replace repl
   }
 }
 
+// Products of matrices share a workspace of their stream, which the first of them allocates, as cuBLAS does.
+inline std::map<Agent, c10::DataPtr>& workspaces() {
+  static auto* by_stream = new std::map<Agent, c10::DataPtr>;
+  return *by_stream;
+}
+inline void clear_workspaces() {
+  Locked lock(checker().lock);
+  workspaces().clear();
+}
+inline void add_workspace(Work& work, Agent stream) {
+  constexpr size_t bytes = 512;
+  if (work.name != "mm" && work.name != "addmm" && work.name != "bmm" && work.name != "baddbmm") return;
+  auto& workspace = workspaces()[stream];
+  if (!workspace) workspace = memory.allocate(bytes);
+  auto low = reinterpret_cast<uintptr_t>(workspace.get());
+  work.uses.push_back({low, low + bytes, true});
+}
+
 // Any other op: on the host's view of its tensors, and what comes out in memory of the device.
 inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::DisableRecordFunctionGuard unseen;
@@ -243,6 +261,7 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     work.seconds += seconds(tensor);
     work.uses.push_back(use_of(tensor, true));
   }
+  add_workspace(work, stream);
   if (capture)
     work.run = [call, arguments, result_count, new_hosts, grown] {
       auto results = call(arguments);

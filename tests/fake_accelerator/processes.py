@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from fpipe.runtimes.capture import device_graph
 from tests.fake_accelerator import build_library, register_device
 from tests.fake_accelerator.group import register
 from tests.processes import Processes
@@ -31,3 +34,16 @@ def processes_with_device(
 def prepare_process(rank: int, library: Path) -> None:
     register_device(library)
     register()
+    # Of CUDA alone; here the device has them too.
+    device_graph.clear_workspaces = lambda device: torch.ops.fake_accelerator.clear_workspaces()
+
+
+def fixture_of(count: int) -> Any:
+    """Return a fixture of processes that the tests of a module share."""
+
+    @pytest.fixture(scope="module")
+    def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+        with processes_with_device(request, tmp_path_factory, count) as workers:
+            yield workers
+
+    return start
