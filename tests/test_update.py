@@ -144,6 +144,57 @@ def test_a_tied_leaf_is_updated_and_counted_once():
     assert differences(net, optimizer, result) == []
 
 
+TWO_RULES = [("*.weight@2d", {"rule": torch.optim.Muon, "weight_decay": 0.1}), ("*bias", {"weight_decay": 0.0})]
+
+
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"donate": True}], ids=str)
+def test_two_rules_in_one_program_have_the_bits_of_two_optimizers(options: dict[str, Any]):
+    """Muon of matrices and AdamW of the rest, as language models are trained."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)))
+    batch, lrs = rows(8), [0.02, 0.01]
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    update = fpipe.update("AdamW", clip=0.5, groups=TWO_RULES, weight_decay=0.2)
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge(), update)(fpipe.program(model))
+    assert fpipe.Program.parse(str(program)) == program
+    assert fpipe.verify(program, model, params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01).bitwise
+    step, opt = fpipe.build(program, model, **options), fpipe.optimizer_state(program, params)
+
+    matrices = [leaf for leaf in net.parameters() if leaf.ndim == 2]
+    scales, biases = ([leaf for name, leaf in net.named_parameters() if leaf.ndim == 1 and end in name] for end in WB)
+    groups = [{"params": scales, "weight_decay": 0.2}, {"params": biases, "weight_decay": 0.0}]
+    muon, adam = torch.optim.Muon(matrices, weight_decay=0.1), torch.optim.AdamW(groups, foreach=False)
+    for lr in lrs:
+        result = step(params, batch, opt=opt, lr=lr)
+        params, opt = result.params, result.opt
+        assign_grads_by_hand(net, batch)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5, foreach=False)
+        for optimizer in (muon, adam):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+    assert all(torch.equal(join_stages(params)[name], leaf) for name, leaf in net.named_parameters())
+    assert {*join_stages(opt)["0.0.weight"]} == {"step", "momentum_buffer"}
+
+
+WB = ("weight", "bias")
+
+
+def test_a_group_with_a_rule_of_its_own_is_checked():
+    with pytest.raises(ValueError, match="'Moun' is no optimizer rule"):
+        fpipe.update("AdamW", groups={"*@2d": {"rule": "Moun"}})
+    with pytest.raises(ValueError, match="Muon takes no betas="):
+        fpipe.update("AdamW", groups={"*@2d": {"rule": "Muon", "betas": (0.9, 0.95)}})
+    with pytest.raises(ValueError, match=r"a group's pattern; '\*@2d' fits all of two dimensions"):
+        fpipe.update("AdamW", groups=[(lambda name, leaf: leaf.ndim == 2, {"rule": "Muon"})])
+    model, _, _ = cut_net(2)
+    program = fpipe.chain(
+        fpipe.split(2), fpipe.merge(), fpipe.shard(), fpipe.update("SGD", groups={"*": {"rule": "Muon"}})
+    )
+    with pytest.raises(ValueError, match="Muon looks at whole matrices, of which replicas have shards"):
+        fpipe.build(program(fpipe.program(model)), model)
+
+
 class Adds(nn.Module):
     """Add a parameter times a factor; under the mean, this factor is its gradient."""
 

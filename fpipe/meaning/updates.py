@@ -28,7 +28,7 @@ def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
     names = names_of_update(op, spec, context.model)
     indices = [index for index, grad in enumerate(grads) if grad is not None]
     params, dense_grads, states = ([column[index] for index in indices] for column in (leaves, grads, leaf_states))
-    settings = update.of([names[index] for index in indices])
+    settings = update.of([names[index] for index in indices], params)
     numbers = map(args_by_name.get, ("norm", "lr", "valid"))
     overwrites = [False] * len(indices)
     params, states = update_leaves(

@@ -33,6 +33,7 @@ _Options = tuple[tuple[str, Any], ...]
 _SCALE_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _REFUSED = {"LBFGS": "calls the loss again and again within a step", "SparseAdam": "is of sparse gradients"}
 _RESERVED_SETTINGS = ("by", "clip", "groups")
+Groups = Mapping[str, Mapping[str, Any]] | Sequence[tuple[str, Mapping[str, Any]]]
 _LR, _SCALE, _NORM = Value("lr"), Value("scale"), "norm"
 
 
@@ -43,7 +44,7 @@ def update(
     validate: Literal["before", "after"] = "before",
     grads: bool = False,
     loss_scale: Literal["dynamic"] | Mapping[str, float] | None = None,
-    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    groups: Groups | None = None,
     **settings: Any,
 ) -> Transform:
     """Update parameters in the program, by an optimizer's rule, as soon as the gradients of a stage are added up.
@@ -70,8 +71,10 @@ def update(
             with `growth_factor`, `backoff_factor` and `growth_interval` says it otherwise, as in
             `torch.amp.GradScaler`, whose bits it has.
         groups: settings of parameters by patterns of their names, the first that fits: `{"*norm*":
-            {"weight_decay": 0.0}}`. `lr_scale` multiplies the learning rate. Names are those of a state_dict; of
-            functions they are the keys on the way to a leaf, with dots between.
+            {"weight_decay": 0.0}}`, or a list of such pairs. "*@2d" fits parameters of two dimensions. A group with a
+            `rule` of its own takes none of the other settings: `{"*.weight@2d": {"rule": "Muon"}}`. `lr_scale`
+            multiplies the learning rate. Names are those of a state_dict; of functions they are the keys on the way to
+            a leaf, with dots between.
         settings: of the rule, such as weight_decay=0.1. An lr= here is that of all steps, and then no step takes one.
             A step may be handed other numbers too, where neither these nor its groups say them: `step(.., lr={"lr":
             3e-4, "weight_decay": 0.1})`.
@@ -240,9 +243,32 @@ def _refuse_unsuitable(program: Program, gradients: Sequence[Output]) -> None:
 
 
 def update_options(
-    rule: str | type[Any], clip: float | None, groups: Mapping[str, Mapping[str, Any]] | None, settings: dict[str, Any]
+    rule: str | type[Any], clip: float | None, groups: Groups | None, settings: dict[str, Any]
 ) -> _Options:
     """Return the checked options of an UPDATE; a program is data, so it names the rule."""
+    name = _checked_rule(rule)
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"clip is a norm, a number above 0; found {clip!r}.")
+    options: dict[str, Any] = {"by": name}
+    if clip is not None:
+        options["clip"] = float(clip) if isfinite(clip) else "inf"  # text: an infinite float is no literal
+    rule_settings = _checked_settings(name, settings)
+    for pattern, group in _as_pairs(groups):
+        group_rule = group.get("rule")
+        if group_rule is None:
+            group_settings = _checked_settings(name, group, rule_settings)
+        else:
+            group_name = _checked_rule(group_rule)
+            # A learning rate that the program says is that of all rules.
+            rate = {"lr": settings["lr"]} if "lr" in settings else {}
+            rest = {setting: value for setting, value in group.items() if setting != "rule"}
+            group_settings = (("by", group_name), *_checked_settings(group_name, rate | rest))
+        options["groups"] = (*options.get("groups", ()), (pattern, group_settings))
+    return (*options.items(), *rule_settings)
+
+
+def _checked_rule(rule: Any) -> str:
+    """Return the name of a rule, or raise TypeError or ValueError for an unknown rule."""
     name = rule.__name__ if isinstance(rule, type) else rule
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         hint = " fpipe.register_update gives a function a name." if callable(rule) else ""
@@ -257,24 +283,30 @@ def update_options(
             f"{rule.__module__}.{name} is another optimizer than torch.optim.{name}: fpipe.register_update gives its "
             "rule a name of its own."
         )
-    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"clip is a norm, a number above 0; found {clip!r}.")
-    options: dict[str, Any] = {"by": name}
-    if clip is not None:
-        options["clip"] = float(clip) if isfinite(clip) else "inf"  # text: an infinite float is no literal
-    if groups is not None:
-        if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
+    return name
+
+
+def _as_pairs(groups: Groups | None) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return groups as pairs of a pattern and its settings."""
+    pairs: list[Any] = [*groups.items()] if isinstance(groups, Mapping) else [*(groups or ())]
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], Mapping):  # pyright: ignore[reportUnknownArgumentType]
             example = '{"*bias": {"weight_decay": 0.0}}'
             raise ValueError(f"groups is {{pattern: settings}}, such as {example}; found {groups!r}.")
-        options["groups"] = tuple((pattern, _literal_settings(group)) for pattern, group in groups.items())
-    check_settings(name, [*settings, *(setting for group in (groups or {}).values() for setting in group)])
-    rule_settings = _literal_settings(settings)
-    if name in TORCH_RULES and (rule_settings or groups):
+        if not isinstance(pair[0], str):
+            raise ValueError("a program is text, and so is a group's pattern; '*@2d' fits all of two dimensions.")
+    return pairs
+
+
+def _checked_settings(name: str, settings: Mapping[str, Any], common: _Options = ()) -> _Options:
+    """Return a rule's settings as literals, or raise ValueError for a setting that it refuses."""
+    check_settings(name, settings)
+    literals = _literal_settings(settings)
+    if name in TORCH_RULES and (literals or common):
         from fpipe.meaning.optimizers.rules import check_torch_settings  # only settings need torch
 
-        for group in ((), *(group_settings for _, group_settings in options.get("groups", ()))):
-            check_torch_settings(name, tuple((dict(rule_settings) | dict(group)).items()))
-    return (*options.items(), *rule_settings)
+        check_torch_settings(name, tuple((dict(common) | dict(literals)).items()))
+    return literals
 
 
 def _literal_settings(settings: Mapping[str, Any]) -> _Options:

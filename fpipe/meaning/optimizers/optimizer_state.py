@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -23,6 +24,7 @@ from fpipe.meaning.optimizers.rules import (
     check_torch_settings,
     class_of,
     initial_state,
+    rule_of,
     state_shapes,
 )
 from fpipe.program import Op, Program, require_program
@@ -47,15 +49,36 @@ class UpdateSettings(NamedTuple):
     groups: tuple[tuple[str, RuleSettings], ...]
     settings: RuleSettings
 
-    def of(self, names: Sequence[str]) -> list[RuleSettings]:
+    def of(self, names: Sequence[str], leaves: Sequence[Any]) -> list[RuleSettings]:
         """Return the settings of each parameter: the common ones, overridden by the first group whose pattern fits."""
-        settings_by_name = (
-            next((settings for pattern, settings in self.groups if fnmatchcase(name, pattern)), ()) for name in names
-        )
+        ndims = (len(getattr(leaf, "shape", ())) for leaf in leaves)
         return [
-            tuple((dict(self.settings) | dict(group_settings)).items()) if group_settings else self.settings
-            for group_settings in settings_by_name
+            next((self.combined(settings) for pattern, settings in self.groups if fits(pattern, name, ndim)), None)
+            or self.settings
+            for name, ndim in zip(names, ndims, strict=True)
         ]
+
+    def combined(self, group: RuleSettings) -> RuleSettings:
+        """Return the settings of a group, over the common ones unless it names a rule of its own."""
+        has_rule = bool(group) and group[0][0] == "by"
+        return group if has_rule else tuple((dict(self.settings) | dict(group)).items())
+
+    @property
+    def distinct_settings(self) -> list[RuleSettings]:
+        """The common settings, followed by the settings of each group."""
+        return [self.settings, *(self.combined(group) for _, group in self.groups)]
+
+
+def fits(pattern: str, name: str, ndim: int | None) -> bool:
+    """Whether a pattern fits a parameter: "*bias" by its name, "*@2d" by its dimensions too, if these are known.
+
+    >>> fits("*.weight@2d", "head.weight", 2), fits("*.weight@2d", "norm.weight", 1), fits("*bias", "head.bias", 1)
+    (True, False, True)
+    """
+    stem, _, dimensions = pattern.rpartition("@")
+    if stem and re.fullmatch(r"\dd", dimensions):
+        return fnmatchcase(name, stem) and ndim in (None, int(dimensions[0]))
+    return fnmatchcase(name, pattern)
 
 
 @lru_cache(maxsize=1024)
@@ -116,10 +139,11 @@ def _as_step_numbers(numbers: Any, update: UpdateSettings) -> Any:
             "update() says the others."
         )
     number_by_name = {str(name): _as_step_number(value, str(name)) for name, value in numbers.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    for settings in (update.settings, *update.of([pattern for pattern, _ in update.groups])):
-        if update.rule not in RULES:
+    for settings in update.distinct_settings:
+        if rule_of(update.rule, settings)[0] not in RULES:
             other_numbers = {name: number for name, number in as_number_by_name(number_by_name).items() if name != "lr"}
-            check_torch_settings(update.rule, tuple((other_numbers | dict(settings)).items()))
+            rule, settings = rule_of(update.rule, settings)
+            check_torch_settings(rule, tuple((other_numbers | dict(settings)).items()))
     return number_by_name
 
 
@@ -191,7 +215,7 @@ def initial_states(update: UpdateSettings, params: Sequence[Any]) -> tuple[Any, 
 
     def of_stage(stage: Any) -> Any:
         leaves, spec = tree.flatten(stage)
-        pairs = zip(leaves, update.of(names_of_leaves(spec)), strict=True)
+        pairs = zip(leaves, update.of(names_of_leaves(spec), leaves), strict=True)
         return tree.unflatten(spec, [initial_state(update.rule, settings, leaf) for leaf, settings in pairs])
 
     return tuple(None if stage is None else of_stage(stage) for stage in params)
@@ -218,11 +242,13 @@ def check_update(program: Program, names: Sequence[str] | None) -> None:
     if op is None:
         return
     update = update_settings(op.options)
-    rule, groups = update.rule, update.groups
-    if rule in MATRIX_RULES and op.reads[0].name == "shard":
-        raise ValueError(f"{rule} looks at whole matrices, of which replicas have shards: use fpipe.data_parallel().")
-    for settings in (update.settings, *update.of([pattern for pattern, _ in groups])):
-        state_shapes(rule, settings, torch.empty(2, 2))
+    for settings in update.distinct_settings:
+        rule, _ = rule_of(update.rule, settings)
+        if rule in MATRIX_RULES and op.reads[0].name == "shard":
+            raise ValueError(
+                f"{rule} looks at whole matrices, of which replicas have shards: use fpipe.data_parallel()."
+            )
+        state_shapes(update.rule, settings, torch.empty(2, 2))
     if names is not None:
         check_groups(update, names)
 
@@ -230,7 +256,7 @@ def check_update(program: Program, names: Sequence[str] | None) -> None:
 def check_groups(update: UpdateSettings, names: Sequence[str]) -> None:
     """Raise ValueError for a group whose pattern fits none of the names."""
     for pattern, _ in update.groups:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fits(pattern, name, None) for name in names):
             raise ValueError(f"no parameter has a name like {pattern!r} of groups=; there are {', '.join(names)}.")
 
 
@@ -245,14 +271,15 @@ def check_optimizer_state(update: UpdateSettings, params: Sequence[Any], opt: An
         except ValueError:
             raise ValueError(f"opt of stage {number} has other leaves than its params, {_REMEDY}.") from None
         names = names_of_leaves(spec)
-        for name, settings, leaf, state in zip(names, update.of(names), leaves, leaf_states, strict=True):
+        for name, settings, leaf, state in zip(names, update.of(names, leaves), leaves, leaf_states, strict=True):
             shape_by_name = state_shapes(update.rule, settings, leaf)
             if shape_by_name is None:
                 continue
             if not isinstance(state, dict) or {*state} != {*shape_by_name}:
                 description = ", ".join(state) if isinstance(state, dict) else type(state).__name__
                 raise ValueError(
-                    f"opt of stage {number} has {description or 'nothing'} of {name}, and {update.rule} keeps "
+                    f"opt of stage {number} has {description or 'nothing'} of {name}, and "
+                    f"{rule_of(update.rule, settings)[0]} keeps "
                     f"{', '.join(shape_by_name) or 'nothing'}, {_REMEDY}."
                 )
             for word, shape in shape_by_name.items():

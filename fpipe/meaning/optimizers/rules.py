@@ -71,10 +71,20 @@ def _no_state(param: Tensor) -> State:
     return {}
 
 
+def rule_of(rule: str, settings: RuleSettings) -> tuple[str, RuleSettings]:
+    """Return the rule and the settings of a leaf; settings that begin with `by` name another rule.
+
+    >>> rule_of("AdamW", (("by", "Muon"), ("weight_decay", 0.1))), rule_of("AdamW", ())
+    (('Muon', (('weight_decay', 0.1),)), ('AdamW', ()))
+    """
+    return (settings[0][1], settings[1:]) if settings and settings[0][0] == "by" else (rule, settings)
+
+
 def initial_state(rule: str, settings: RuleSettings, param: Any) -> State:
     """Return the state of a leaf before its first update; {} for a leaf that is no floating tensor."""
     if not _is_trainable(param):
         return {}
+    rule, settings = rule_of(rule, settings)
     param = param.detach()
     if rule in MATRIX_RULES and param.ndim != 2:
         raise ValueError(
@@ -102,6 +112,7 @@ def state_shapes(rule: str, settings: RuleSettings, param: Any) -> Mapping[str, 
     """Return the shapes in the state of a leaf, by name; None for a registered rule, which alone knows them."""
     if not _is_trainable(param):
         return {}
+    rule, settings = rule_of(rule, settings)
     if rule in RULES:
         return None
     tensors_by_name = _state_tensors(rule, settings, param.ndim, param.dtype)
@@ -124,11 +135,41 @@ def apply_rule(
     may_overwrite: Sequence[bool],
     capturable: bool = False,
 ) -> tuple[list[Tensor], list[State]]:
-    """Return the next parameters and states of leaves, each stepped under its settings.
+    """Return the next parameters and states of leaves, each stepped under its settings, which may name its rule.
 
     If `capturable`, numbers are 0-d tensors on the device, nothing is read from there, and leaves that the rule may
     overwrite end in the memory where they were.
     """
+    pairs = [rule_of(rule, leaf_settings) for leaf_settings in settings]
+    new_params, new_states = [*params], [*states]
+    for leaf_rule in dict.fromkeys(leaf_rule for leaf_rule, _ in pairs):
+        indices = [index for index, pair in enumerate(pairs) if pair[0] == leaf_rule]
+        next_leaves = _apply_to_all(
+            leaf_rule,
+            [pairs[index][1] for index in indices],
+            [params[index] for index in indices],
+            [grads[index] for index in indices],
+            [states[index] for index in indices],
+            numbers,
+            [may_overwrite[index] for index in indices],
+            capturable,
+        )
+        for index, param, state in zip(indices, *next_leaves, strict=True):
+            new_params[index], new_states[index] = param, state
+    return new_params, new_states
+
+
+def _apply_to_all(
+    rule: str,
+    settings: Sequence[RuleSettings],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    numbers: Numbers,
+    may_overwrite: Sequence[bool],
+    capturable: bool,
+) -> tuple[list[Tensor], list[State]]:
+    """Return the next parameters and states under a rule, each leaf with its settings."""
     if capturable:
         rate_is_tensor = isinstance(numbers.get("lr"), Tensor)
         settings = [as_capturable(rule, group_settings, rate_is_tensor) for group_settings in settings]
@@ -142,8 +183,6 @@ def apply_rule(
             former = zip(params, states, may_overwrite, strict=True)
             pairs = [_write_back(*pair, *leaf) for pair, leaf in zip(pairs, former, strict=True)]
         return [param for param, _ in pairs], [state for _, state in pairs]
-    if not params:
-        return [], []
     # 1. Give the optimizer copies, with gradients and states. A leaf at step 0 has none yet, but for rules whose
     #    constructor makes state.
     optimizer, new_params = _thread_optimizer(rule, tuple(dict.fromkeys(settings))), list[Tensor]()
@@ -248,6 +287,7 @@ def with_numbers(leaf_settings: RuleSettings, numbers: Numbers) -> dict[str, Any
 
 def refuse_uncapturable_rule(rule: str, settings: RuleSettings, rate_is_tensor: bool) -> None:
     """Raise ValueError for a rule that reads a number of the device, or whose first step is of another kind."""
+    rule, settings = rule_of(rule, settings)
     settings_by_name = dict(settings)
     if rule == "Adagrad" or (rule == "SGD" and settings_by_name.get("dampening")):
         rule_name = "SGD with dampening" if rule == "SGD" else rule
@@ -278,7 +318,7 @@ def without_foreach(rule: str, settings: dict[str, Any]) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def check_torch_settings(rule: str, settings: RuleSettings) -> None:
     """Raise ValueError for settings that the constructor of a torch optimizer refuses."""
-    _make_optimizer(rule, settings, [_probe(2)], 1.0)
+    _make_optimizer(*rule_of(rule, settings), [_probe(2)], 1.0)
 
 
 # Rules that are given their state at the first step too: the constructor fills it, or it starts with zeros.

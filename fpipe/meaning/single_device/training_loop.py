@@ -20,6 +20,7 @@ from fpipe.meaning.optimizers.rules import (
     RULES_WITHOUT_STEP,
     STEP,
     as_number_by_name,
+    rule_of,
     with_numbers,
     without_foreach,
 )
@@ -135,9 +136,11 @@ def _update_params(
         new_params[index].grad = grads[index].clone()
     if update.clip is not None:
         torch.nn.utils.clip_grads_with_norm_([new_params[index] for index in indices], update.clip, norm, foreach=False)
-    for index, settings in zip(indices, update.of([names[index] for index in indices]), strict=True):
+    settings_by_leaf = update.of([names[index] for index in indices], [new_params[index] for index in indices])
+    for index, leaf_settings in zip(indices, settings_by_leaf, strict=True):
+        rule, settings = rule_of(update.rule, leaf_settings)
         new_params[index], states[index] = _step_optimizer(
-            update.rule, with_numbers(settings, as_number_by_name(rate)), new_params[index], states[index]
+            rule, with_numbers(settings, as_number_by_name(rate)), new_params[index], states[index]
         )
     return tree.unflatten(spec, new_params), tree.unflatten(spec, states)
 

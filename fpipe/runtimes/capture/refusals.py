@@ -77,8 +77,8 @@ def _refuse_rule(step: PreparedStep) -> None:
     # Torch compares a weight decay with 0 on the host. A registered rule computes with any number on the device.
     if rates is not None and len(rates.leaves) > 1 and update.rule not in RULES:
         raise ValueError("graph=True takes a learning rate alone as lr=; set the other numbers by update(..).")
-    for settings in (update.settings, *(dict(update.settings) | dict(group) for _, group in update.groups)):
-        refuse_uncapturable_rule(update.rule, tuple(dict(settings).items()), rates is not None)
+    for settings in update.distinct_settings:
+        refuse_uncapturable_rule(update.rule, settings, rates is not None)
 
 
 def _why_uncapturable(node: Node, graph: Graph) -> str | None:

@@ -166,7 +166,7 @@ def make_update(
 
     @lru_cache(maxsize=_MAX_TRAINED_SUBSETS)
     def updater_of(trained: tuple[int, ...]) -> Callable[..., Any]:
-        settings = rule.of([param_names[k] for k in trained])
+        settings = rule.of([param_names[k] for k in trained], [param_tree.leaves[k].aval for k in trained])
         return partial(update_leaves, rule, settings, [k in overwritten for k in trained], context.capturable)
 
     # 2. The instruction. It empties the lists, so that it alone holds the old tensors.
