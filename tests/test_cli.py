@@ -182,7 +182,7 @@ MISTAKES = {
     "check missing.csv": "error: there is no file 'missing.csv' here, in '",
     "export gpipe --output missing/gpipe.csv": "error: 'missing' is not a folder: make it before a file is written",
     "show chimera -p 3": "error: chimera: ",
-    "export chimera -m 4": "(--format table, json and text write any program.)",
+    "export chimera -m 4": "(--format json and text write any program.)",
     "export gpipe -o waves=2": "error: gpipe has no option 'waves'; it has: stages.",
     "bench gpipe --file missing/a.svg": "error: 'missing' is not a folder: create it first.",
     "bench chimera -p 3": "error: chimera: the number of ranks is even",
@@ -231,7 +231,7 @@ MISTAKES = {
     "bench gpipe --model mine": "a function reads mine.py:step or package.module:step, found 'mine'.",
     "bench gpipe --model fractions:Fraction --rows 8": "--width and --rows are of the layers that run without --model.",
     "search --placement 0/x": "a placement is a word, or the rank of each stage as in 0/1/1/0; found '0/x'.",
-    "search --output found.txt": "--output writes .csv or .json, found 'found.txt'.",
+    "search --output found.txt": "--output writes .fpipe, .json, .csv; found 'found.txt'.",
     "plan run -m 8,16": "several numbers read 8/16/32, found '8,16'.",
     "plan run -c x:F=1,B=1,W=1": "costs of microbatches of 8 rows read 8:F=1,B=1,W=1, found 'x:F=1,B=1,W=1'.",
     "plan run --memory much": "an amount of bytes reads 40GiB or 512B",
@@ -403,3 +403,26 @@ def test_model_files_import_their_neighbours(tmp_path: Path):
     assert process.returncode == 1
     assert process.stderr.startswith("error: --model returns (model, params, batch)")
     assert "found 'no model'" in process.stderr
+
+
+@pytest.mark.parametrize("name", ["roundpipe", "dualpipe", "chimera", "pipe_offload", "zb_h1"])
+def test_a_file_of_a_program_reads_back_in_every_command(name: str, tmp_path: Path):
+    """Tables dropped offloads and updates without a word, and tables of programs with replicas could not be read."""
+    file = tmp_path / "step.fpipe"
+    output_of("export", name, "-p", "2", "-m", "4", "--output", str(file))
+    exported = fpipe.Program.parse(file.read_text())
+    assert exported == fpipe.Program.parse(output_of("export", str(file), "--format", "text"))
+    assert f"{exported.microbatches} microbatches" in output_of("check", str(file))
+    assert "makespan" in output_of("show", str(file))
+    assert "bitwise equal to plain autograd" in output_of("verify", str(file))
+
+
+LOSSES = {"pipe_offload": "would lose LOAD, OFFLOAD", "roundpipe": "would lose where some ops stand"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_table_that_would_lose_something_is_refused(name: str):
+    code, _, complaint = run("export", name, "-p", "2", "-m", "4", "--format", "table")
+    assert code == 1
+    assert LOSSES[name] in " ".join(complaint.split())
+    assert "as .fpipe." in " ".join(complaint.split())

@@ -82,9 +82,9 @@ def test_errors_are_short():
 
 
 def test_pages_are_short():
-    """README and pages have at most 28,000 words outside of code blocks; those on lengths, kernels, judging 2,000."""
+    """README and pages have at most 28,000 words outside of code blocks; those on new subjects 3,500."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    assert sum(map(page_words, pages)) <= 30_000
+    assert sum(map(page_words, pages)) <= 31_500
 
 
 @pytest.mark.parametrize("name", ["found", "_made_one", "each", "whatLeft", "item"])

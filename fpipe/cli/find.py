@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from fpipe.cli.output import number, print_error, print_program, progress, table
 from fpipe.finding.search import Objective, Policy, Solver
 from fpipe.finding.search import search as find
 from fpipe.interop import to_json
+from fpipe.program import Program
 from fpipe.timing.costs import Costs
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.merge import merge
@@ -52,7 +54,10 @@ Cap = Annotated[
 ]
 Seconds = Annotated[float, typer.Option("--seconds", help="How long to search.")]
 ExcludedStarts = Annotated[list[str] | None, typer.Option("--without", metavar="NAME", help="Do not start from NAME.")]
-Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write it: .csv, or .json (a program).")]
+_WRITERS: dict[str, Callable[[Program], str]] = {".fpipe": str, ".json": to_json, ".csv": options.table_of}
+Output = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="Write it: .fpipe (text), .json or .csv (a table).")
+]
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,8 @@ def search(
       python -m fpipe search -p 4 -m 8 -s 8 --placement v --memory-cap 2 -c F=10,B=12,W=8
       python -m fpipe search -p 4 -m 1024 --memory-cap 4 --solver local --output mine.csv
     """
-    if output is not None and output.suffix not in (".csv", ".json"):
-        raise typer.BadParameter(f"--output writes .csv or .json, found {str(output)!r}.")
+    if output is not None and output.suffix not in _WRITERS:
+        raise typer.BadParameter(f"--output writes {', '.join(_WRITERS)}; found {str(output)!r}.")
     options.refuse_other_unit(goal.memory_cap, has_bytes=bool(priced.costs.bytes))
     # Costs of a whole rank are shared by its stages: as many as a linear placement has on each rank.
     base = chain(split(microbatches), merge())(base_program(ranks if stages is None else stages))
@@ -139,7 +144,6 @@ def search(
     )
     # 3) Write files.
     if output is not None:
-        text = best.schedule.to_csv() if output.suffix == ".csv" else to_json(best.program)
-        output.write_text(text, encoding="utf-8")
+        output.write_text(_WRITERS[output.suffix](best.program), encoding="utf-8")
         print(f"wrote {output}")
     files.write(best.program, costs=seconds_of, names=["found"])

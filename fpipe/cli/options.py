@@ -88,6 +88,24 @@ def program_of(text: str, *, replicated: bool = False) -> Program:
     return chain(*steps)(base_program(stages))
 
 
+def table_of(program: Program) -> str:
+    """Return the table of a program as CSV, if that says all of it.
+
+    Raises:
+        ProgramError: the table reads back as another program, such as one without its offloads.
+    """
+    text = program.to_csv()
+    try:
+        read_back = program_of(text, replicated=True)
+    except ProgramError as error:
+        raise ProgramError(f"a table cannot say this program: {error} Write its text, as .fpipe.") from None
+    lost = sorted({op.kind for op in program.ops} - {op.kind for op in read_back.ops} - {"SEND", "RECV", "FREE"})
+    if lost or read_back.table() != program.table():
+        what = ", ".join(lost) or "where some ops stand"
+        raise ProgramError(f"a table would lose {what}: write the program's text, as .fpipe.")
+    return text
+
+
 T = TypeVar("T")
 
 

@@ -136,7 +136,7 @@ WRITERS: dict[Format, Callable[[Program], str]] = {
     "csv": torch_pipelining.to_csv,
     "comms": lambda program: torch_pipelining.to_csv(program, format="compute_comms"),
     "json": to_json,
-    "table": lambda program: f"{plot(program)}\n",
+    "table": lambda program: f"{options.table_of(program) and plot(program)}\n",
     "text": lambda program: f"{program}\n",
 }
 
@@ -145,7 +145,9 @@ def export(
     typed: typer.Context,
     name_or_file: options.NameOrFile,
     size: options.Sized,
-    format: Annotated[Format, typer.Option("--format", "-f", help="csv, comms, json, table or text.")] = "csv",
+    format: Annotated[
+        Format | None, typer.Option("--format", "-f", help="By default that of the file's ending, else csv.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="By default standard output.")] = None,
 ) -> None:
     """Write a schedule for torch's runtime, or as a program.
@@ -155,19 +157,22 @@ def export(
     comms  the same with sends, receives and weights (compute_comms)
     json   every op with its reads and writes, for other tools
     table  the grid, as fpipe.schedules.from_table reads it
-    text   the program's own text, as fpipe.Program.parse reads it
+    text   the program's own text, which every command reads: .fpipe
     \b
     Examples:
       python -m fpipe export one_f_one_b --ranks 2 --microbatches 4
+      python -m fpipe export roundpipe --output roundpipe.fpipe
       python -m fpipe export gpipe --format comms --output gpipe.csv
       python -m fpipe export gpipe --format json | jq '.ops[0]'
     """
     options.refuse_sizes_of_files(typed, [name_or_file])
     program = size.program(name_or_file)
+    endings: dict[str, Format] = {".fpipe": "text", ".json": "json"}
+    format = format or endings.get("" if output is None else output.suffix, "csv")
     try:
         text = WRITERS[format](program)
     except ProgramError as error:
-        raise ProgramError(f"{error} (--format table, json and text write any program.)") from None
+        raise ProgramError(f"{error} (--format json and text write any program.)") from None
     if output is None:
         print(text, end="")
     elif not output.parent.is_dir():
