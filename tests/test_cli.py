@@ -425,4 +425,4 @@ def test_a_table_that_would_lose_something_is_refused(name: str):
     code, _, complaint = run("export", name, "-p", "2", "-m", "4", "--format", "table")
     assert code == 1
     assert LOSSES[name] in " ".join(complaint.split())
-    assert "as .fpipe." in " ".join(complaint.split())
+    assert "rite a .fpipe file." in " ".join(complaint.split())

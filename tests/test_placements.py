@@ -116,7 +116,7 @@ def test_exchanges_name_dimensions_of_the_mesh():
     model = fpipe.from_functions([layer, fpipe.exchange("all_to_all", axis="ep")], lambda y, target: y.sum())
     program = fpipe.program(model)
     assert not fpipe.check_placements(program, model, ("pp", "ep"))
-    with pytest.raises(ValueError, match=r"an exchange runs along 'ep', but the mesh has the dimensions pp, dp"):
+    with pytest.raises(ValueError, match=r"an exchange runs along 'ep'; the mesh has dimensions pp, dp"):
         fpipe.check_placements(program, model, ("pp", "dp"))
     with pytest.raises(ValueError, match="the model has 2 stages, the program 3"):
         fpipe.check_placements(fpipe.program(3), model)

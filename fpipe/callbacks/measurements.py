@@ -39,7 +39,7 @@ class Workload:
             if number is not None and not (isinstance(number, int | float) and number > 0):
                 raise ValueError(f"{name} is a positive number, found {number!r}.")
         if self.peak_flops is not None and self.flops is None:
-            raise ValueError("a share of the peak needs both: say flops= and peak_flops=.")
+            raise ValueError("a share of the peak needs flops= and peak_flops=.")
 
 
 def measure(result: Result, seconds: float, workload: Workload | None = None) -> dict[str, float]:

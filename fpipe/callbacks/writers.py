@@ -101,9 +101,7 @@ class TensorBoard(StepWriter):
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError:
-            raise ModuleNotFoundError(
-                "TensorBoard needs the package tensorboard: pip install tensorboard, or write a CSV."
-            ) from None
+            raise ModuleNotFoundError("TensorBoard needs a package: pip install tensorboard, or write a CSV.") from None
         self.writer: Any = SummaryWriter(str(folder))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -179,7 +177,7 @@ class Progress(StepWriter):
             from rich.console import Console
             from rich.live import Live
         except ImportError:
-            raise ModuleNotFoundError("progress needs the package rich: pip install rich, or write a CSV.") from None
+            raise ModuleNotFoundError("progress needs a package: pip install rich, or write a CSV.") from None
         for name, number, minimum in (("total", total, 1), ("completed", completed, 0), ("interval", interval, 1)):
             if number is not None:
                 check_whole_number(name, number, minimum=minimum)

@@ -98,11 +98,11 @@ def table_of(program: Program) -> str:
     try:
         read_back = program_of(text, replicated=True)
     except ProgramError as error:
-        raise ProgramError(f"a table cannot say this program: {error} Write its text, as .fpipe.") from None
+        raise ProgramError(f"a table cannot say this: {error} Write a .fpipe file.") from None
     lost = sorted({op.kind for op in program.ops} - {op.kind for op in read_back.ops} - {"SEND", "RECV", "FREE"})
     if lost or read_back.table() != program.table():
         what = ", ".join(lost) or "where some ops stand"
-        raise ProgramError(f"a table would lose {what}: write the program's text, as .fpipe.")
+        raise ProgramError(f"a table would lose {what}: write a .fpipe file.")
     return text
 
 

@@ -71,7 +71,7 @@ class PipelineTrainer(transformers.Trainer):
         self.mesh: Any = None
         if size > 1:
             if size % self.ranks:
-                raise ValueError(f"{size} processes are no whole number of pipelines of {self.ranks} ranks.")
+                raise ValueError(f"{size} processes are no pipelines of {self.ranks} ranks.")
             self.replicas = size // self.ranks
             device_type = self.args.device.type
             self.mesh = init_device_mesh(device_type, (self.replicas, self.ranks), mesh_dim_names=("dp", "pp"))
@@ -278,4 +278,4 @@ def _refuse_options(trainer: Any) -> None:
         "compute_metrics in several processes": trainer.compute_metrics is not None and arguments.world_size > 1,
     }
     for name in (name for name, is_on in refused.items() if is_on):
-        raise ValueError(f"PipelineTrainer has no {name}; a net computes its loss, and bf16 is there.")
+        raise ValueError(f"PipelineTrainer has no {name}: leave it out.")

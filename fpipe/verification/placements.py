@@ -74,7 +74,7 @@ def check_placements(
             raise ValueError(f"the model has {len(model.stages)} stages, the program {program.stages}.")
         exchange_axes |= {dict(stage.exchange)["axis"] for stage in model.stages if stage.exchange}
     for axis in sorted(exchange_axes.difference(mesh_names) if mesh is not None else ()):
-        raise ValueError(f"an exchange runs along {axis!r}, but the mesh has the dimensions {', '.join(mesh_names)}.")
+        raise ValueError(f"an exchange runs along {axis!r}; the mesh has dimensions {', '.join(mesh_names)}.")
     named_axes = (dict(op.options).get("axis", "") for op in program.ops if op.kind in _SUMS)
     dealt_by_mesh = (name for name in mesh_names if name.startswith("dp"))
     axes = dict.fromkeys((*replica_axes(program), *named_axes, *dealt_by_mesh))
