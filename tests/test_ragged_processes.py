@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
@@ -124,6 +125,73 @@ def test_two_replicas_without_a_pipeline_may_have_unlike_numbers_too(pair: Proce
     assert pair.run(train_replicas, 1, "data_parallel") == [[]] * 2
 
 
+def update_replicas(rank: int) -> bool:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    params = ({**make_params()[0], **make_params()[1]},)
+    leaves = [leaf.clone().requires_grad_() for leaf in params[0].values()]
+    optimizer = torch.optim.AdamW(leaves, lr=0.1)
+
+    def make_program(count: int) -> fpipe.Program:
+        return program_of(ONE_STAGE, count, fpipe.data_parallel("dp"), fpipe.update("AdamW"))
+
+    example = params, fpipe.pack(documents(), tokens=12)
+    options = {"runtime": "distributed", "mesh": mesh, "donate": True}
+    step = fpipe.build(make_program, ONE_STAGE, example=example, **options)
+    opt = fpipe.optimizer_state(make_program(1), params)
+    for settings in REPLICAS:
+        replicas = [fpipe.pack(documents(lengths), tokens=tokens) for tokens, lengths in settings]
+        stages = [dict(zip(params[0], leaves[:2], strict=False)), {"w": leaves[2]}]
+        for leaf, grad in zip(leaves, by_hand(replicas, stages)[1], strict=True):
+            leaf.grad = grad
+        optimizer.step()
+        result = step(params, replicas[rank], opt=opt, lr=0.1)
+        params, opt = result.params, result.opt
+    return all(map(torch.equal, params[0].values(), leaves))
+
+
+def test_replicas_of_unlike_numbers_update_donated_parameters(pair: Processes):
+    assert pair.run(update_replicas) == [True] * 2
+
+
+def count_microbatches_of_replicas(rank: int) -> bool:
+    def weigh(p: Any, x: Any, *, microbatch: int) -> Tensor:
+        return attend(p, embed(p, x)) * (1 + microbatch)
+
+    stage = fpipe.Stage(weigh, keywords=frozenset({"microbatch"}))
+    model = fpipe.from_functions([stage], cross_entropy, reduction="count")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    params = ({**make_params()[0], **make_params()[1]},)
+    step = fpipe.build(
+        lambda count: program_of(model, count, fpipe.data_parallel("dp")),
+        model,
+        runtime="distributed",
+        mesh=mesh,
+        example=(params, fpipe.pack(documents(), tokens=12)),
+        broadcast=True,
+    )
+    outcomes = list[bool]()
+    for settings in REPLICAS:
+        replicas = [fpipe.pack(documents(lengths), tokens=tokens) for tokens, lengths in settings]
+        result = step(params, replicas[rank])
+        # Indices go on from one replica to the next.
+        totals = list[list[Tensor]]()
+        index = 0
+        for microbatches in replicas:
+            terms = list[tuple[Tensor, Tensor]]()
+            for inputs, target in microbatches:
+                terms.append(cross_entropy(weigh(params[0], inputs, microbatch=index), target))
+                index += 1
+            totals.append([sum(column[1:], column[0]) for column in zip(*terms, strict=True)])
+        (first_total, first_count), (second_total, second_count) = totals
+        outcomes.append(torch.equal(result.loss, (first_total + second_total) / (first_count + second_count)))
+    return all(outcomes)
+
+
+def test_microbatches_are_counted_over_replicas_of_unlike_numbers(pair: Processes):
+    """Two replicas could draw alike if each of them counted from its number alone."""
+    assert pair.run(count_microbatches_of_replicas) == [True] * 2
+
+
 def hand_in_mistake(rank: int, mistake: str) -> str:
     def make_program(count: int) -> fpipe.Program:
         if mistake == "schedule" and count == 1 and rank == 1:
@@ -133,9 +201,9 @@ def hand_in_mistake(rank: int, mistake: str) -> str:
         return program_of(model, count, *transforms)
 
     transforms, mesh, ranks = [], None, 2
-    if mistake in ("exchanges", "key"):
+    if mistake == "exchanges":
         mesh, ranks = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp")), 1
-        transforms = [fpipe.shard("dp", scatter="microbatch") if mistake == "exchanges" else fpipe.data_parallel("dp")]
+        transforms = [fpipe.shard("dp", scatter="microbatch")]
     model, params = make_model(2)
     if ranks == 1:
         model, params = ONE_STAGE, ({**params[0], **params[1]},)
@@ -147,8 +215,8 @@ def hand_in_mistake(rank: int, mistake: str) -> str:
     example = local_params if ranks == 1 else params, three
     step = fpipe.build(make_program, model, runtime="distributed", mesh=mesh, example=example)
     unlike = three if rank == 0 else single
-    batch = {"counts": unlike, "key": unlike, "none": None}.get(mistake, single)
-    return time_call(lambda: step(local_params, batch, key=7 if mistake == "key" else None))[0]
+    batch = {"counts": unlike, "none": None}.get(mistake, single)
+    return time_call(lambda: step(local_params, batch))[0]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +226,6 @@ def hand_in_mistake(rank: int, mistake: str) -> str:
         "none": "no rank was handed a batch.",
         "schedule": "rank 1 differs from rank 0 in its program",
         "exchanges": "with 1 microbatches replicas exchange",
-        "key": "the replicas have 3, 1 microbatches, whose indices choose what is drawn",
     }.items(),
 )
 def test_a_mistake_with_numbers_of_microbatches_is_named_on_all_ranks(pair: Processes, mistake: str, sentence: str):

@@ -83,6 +83,8 @@ class PreparedStep:
             shared=input_leaves.shared,
             capturable=options.graph,
         )
+        if process.first_microbatch is not None:
+            context = replace(context, first_microbatch=process.first_microbatch)
         input_trees = {**input_leaves.trees, **_constants_of(model, storages)}
         lowered = lower(program, context, input_trees, untraced, options)
         self.program, self.model, self.options = program, model, options

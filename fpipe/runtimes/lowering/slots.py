@@ -42,12 +42,14 @@ class ProcessContext:
         devices: the device of each rank; none if ranks compute where their tensors are.
         replica: the number of this replica, and how many there are.
         share: which part of each sharded parameter this process has.
+        first_microbatch: the index of this replica's first microbatch; None if all replicas have equally many.
     """
 
     home: torch.device | None = None
     devices: Sequence[torch.device] = ()
     replica: tuple[int, int] = (0, 1)
     share: Share | None = None
+    first_microbatch: int | None = None
 
 
 @dataclass(frozen=True)

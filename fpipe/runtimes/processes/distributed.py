@@ -172,7 +172,7 @@ def build_rank_step(
         if replicas is not None:
             all_ranks.agree(_TRACED, example_step.stage_claims, patience=COMPILE_SECONDS * step_options.compile)
     example_signature = signatures.of(*tree.flatten(shapes.trees), homes=repeat(device))
-    steps.step_by_signature[example_signature] = example_step
+    steps.step_by_signature[example_signature, None] = example_step
 
     # 7. Programs of other numbers of microbatches join later, when all ranks of this replica come to their first step.
     def add_program(other_program: Program, step_number: int) -> RankSteps:

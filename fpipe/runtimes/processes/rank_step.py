@@ -107,7 +107,14 @@ _PER_STAGE = ("grads", "state", "params", "opt")
 
 
 class RankLinks(NamedTuple):
-    """The connections of this process: its rank in the pipeline's group, and its messages, replicas and exchanges."""
+    """The connections of this process.
+
+    Attributes:
+        rank, group: the rank of this process, and the ranks of its pipeline.
+        watchdog: of this process.
+        transfers, replicas, lane: messages, collectives of replicas, and collectives that are stages.
+        first_microbatch: the index of this replica's first microbatch; None if all replicas have equally many.
+    """
 
     rank: int
     group: ProcessGroup
@@ -115,6 +122,7 @@ class RankLinks(NamedTuple):
     transfers: Transfers
     replicas: Replicas | None
     lane: ExchangeLane
+    first_microbatch: int | None = None
 
 
 class RankStep(PreparedStep):
@@ -134,7 +142,7 @@ class RankStep(PreparedStep):
         untraced: UntracedStages,
         options: StepOptions,
     ) -> None:
-        rank, group, watchdog, transfers, replicas, lane = links
+        rank, group, watchdog, transfers, replicas, lane, first_microbatch = links
         self.lane, self.watchdog = lane, watchdog
         self.rank, self.group, self.transfers, self.replicas = rank, group, transfers, replicas
         self.seconds_ahead: float | None = None
@@ -143,7 +151,7 @@ class RankStep(PreparedStep):
         replica = (0, 1) if replicas is None else (replicas.number, replicas.count)
         share = None if replicas is None else replicas.share
         device = transfers.device
-        process = ProcessContext(device, replica=replica, share=share)
+        process = ProcessContext(device, replica=replica, share=share, first_microbatch=first_microbatch)
         super().__init__(program, model, inputs, untraced, options, process)
         # 1. Lay out the messages of all ranks, equally on each.
         first_ops = [instruction.ops[0] for instruction in self.instructions]

@@ -74,6 +74,7 @@ class RankSteps:
         device: the device of the example.
         watch: begins to watch the step of a number.
         begun: how many steps have begun.
+        step_by_signature: lowered steps, by signature and the index of the first microbatch, if replicas tell it.
         has_one_signature: whether all steps have one signature, which a header has told.
     """
 
@@ -163,7 +164,7 @@ class RankSteps:
         leaves, containers = tree.flatten(inputs.trees)
         prepared, signature = self._single_step, None
         if prepared is None:
-            signature = self.signatures.of(leaves, containers, homes=repeat(self.device))
+            signature = self.signatures.of(leaves, containers, homes=repeat(self.device)), self.links.first_microbatch
             prepared = self.step_by_signature.get(signature)
         # At the first step the key is new to the other ranks.
         is_new = prepared is None or step_number == 1
@@ -189,9 +190,7 @@ class RankSteps:
         if local_inputs.optim is not None and self.links.group.size() > 1:
             self.voters.vote((), update_claims)
         if self.links.replicas is not None:
-            draws = key is not None or any("microbatch" in stage.keywords for stage in self.model.stages)
-            drawing = self.program.microbatches * draws
-            self.links.replicas.vote(prepared.key_number, digest_claims(batch_claims or {}), drawing, update_claims)
+            self.links.replicas.vote(prepared.key_number, digest_claims(batch_claims or {}), update_claims)
         if result.loss is None and self.loss_ranks:
             result = replace(result, loss=RemoteLoss(self.loss_ranks[0]))
         if local_inputs.state is None:

@@ -86,6 +86,11 @@ class Voters:
             self._refuse_different_updates(update_claims)
         return claims_by_column
 
+    def wait_at(self, sync_point: str) -> PeerWait:
+        """Return the wait for processes that have not come to a point, such as "step 3"."""
+        omission, place = f"did not come to {sync_point}", f"at {sync_point}"
+        return self._wait._replace(omission=omission, phase=place, is_agreeing=self._member_word == "rank")
+
     def gather(self, numbers: Sequence[int], wait: PeerWait) -> list[list[int]]:
         """Return lists by number, with an entry from each process."""
         own_numbers = torch.tensor(numbers, device=self._device)
@@ -205,22 +210,21 @@ class Replicas:
         """Wait until all collectives of the step are over; of a graph that is captured only its streams wait."""
         self.lane.end(self._exchanges.instruction_rows.values(), is_captured)
 
-    def vote(self, key: int | None, batch_digest: int, drawing: int, update_claims: Mapping[str, str]) -> None:
-        """Wait until all replicas are done with the step, and compare their arguments.
+    def count_earlier(self, microbatches: int, sync_point: str) -> int:
+        """Return how many microbatches the replicas before this one have together; all replicas call it."""
+        (counts,) = self._voters.gather((microbatches,), self._voters.wait_at(sync_point))
+        return sum(counts[: self.number])
 
-        Args:
-            key: the random key of the step.
-            batch_digest: a hash of the batch, or 0.
-            drawing: the number of microbatches, if stages draw numbers by the index of theirs; else 0.
-            update_claims: the numbers of the update.
+    def vote(self, key: int | None, batch_digest: int, update_claims: Mapping[str, str]) -> None:
+        """Wait until all replicas are done with the step, and compare their arguments.
 
         Raises:
             ValueError: the replicas have different counts of rows, keys, or numbers for their update.
         """
         # Votes are int64: a larger key votes by its hash.
         key_number = _NO_KEY_NUMBER if key is None else key if abs(key) < _LARGE_KEY else hash(key)
-        claims = self._exchanges.batch_rows, key_number, batch_digest, drawing
-        row_counts, keys, batch_digests, drawing_counts = self._voters.vote(claims, update_claims)
+        claims = self._exchanges.batch_rows, key_number, batch_digest
+        row_counts, keys, batch_digests = self._voters.vote(claims, update_claims)
         if len({*row_counts}) > 1:
             raise ValueError(
                 f"the batches of the replicas have {', '.join(map(str, row_counts))} rows; their losses are means, so "
@@ -229,11 +233,6 @@ class Replicas:
         if len({*keys}) > 1:
             key_list = ", ".join("None" if key == _NO_KEY_NUMBER else str(key) for key in keys)
             raise ValueError(f"the replicas have keys {key_list} in this step; all need one key.")
-        if len({*drawing_counts}) > 1:
-            raise ValueError(
-                f"the replicas have {', '.join(map(str, drawing_counts))} microbatches, whose indices choose what is "
-                "drawn: with a key all have equally many."
-            )
         self._warn_of_equal_batches(batch_digests)
 
     def _warn_of_equal_batches(self, batch_digests: Sequence[int]) -> None:

@@ -1,13 +1,13 @@
-"""Tell all ranks of a pipeline what each was handed, in a header of two numbers, and choose the steps that fit.
+"""Tell all ranks of a pipeline what each was handed, in a header of three numbers, and choose the steps that fit.
 
     rank 0: 3 microbatches, signature 7          --> header -->        all: the step of (3, 7) (0, 1) (3, 9)
     rank 1: None, signature 1                                          is new to all ranks, or known to all
     rank 2: 3 microbatches, signature 9
 
-A rank tells its number of microbatches (0 for None) and the number that it gave to its arguments' signature. All ranks
-have the same headers, and so the same table of what they have run: lengths are new to all of them or to none. What is
-new is described in full, and lowered by all at once. Replicas have headers of their own: they share nothing but their
-REDUCEs, GATHERs and SCATTERs.
+A rank tells its number of microbatches (0 for None), the number that it gave to its arguments' signature, and whether
+it has a key. All ranks have the same headers, and so the same table of what they have run: lengths are new to all of
+them or to none. What is new is described in full, and lowered by all at once. Replicas have headers of their own: they
+share their REDUCEs, GATHERs and SCATTERs, and tell one number, how many microbatches they have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.meaning.step_by_count import MOST_COUNTS, ProgramOfCount, count_microbatches
 from fpipe.program import Program, parts_of
 from fpipe.runtimes.faults.agreement import Claims, first_difference
-from fpipe.runtimes.faults.watchdog import PeerWait
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane
 from fpipe.runtimes.processes.rank_steps import MAX_SIGNATURES, RankSteps, as_meta
 from fpipe.runtimes.processes.replicas import EXCHANGED_KINDS, Replicas
@@ -62,8 +61,9 @@ class StepsByHeader:
         self._example_sides = (None, None)
         if self._has_header is not False:
             self._example_sides = sides_of(example_steps.shapes.batch, self._is_presplit)
+        self._reads_microbatch = any("microbatch" in stage.keywords for stage in example_steps.model.stages)
         self._numbers, self._next_number = LRUCache[Any, int](MAX_SIGNATURES), count(1)
-        self._steps_by_header = LRUCache[Header, RankSteps](MAX_SIGNATURES)
+        self._steps_by_header = LRUCache[tuple[Header, int | None], RankSteps](MAX_SIGNATURES)
         self._steps_by_count = LRUCache[int, RankSteps](MOST_COUNTS)
         self._steps_by_count[example_steps.program.microbatches] = example_steps
 
@@ -73,37 +73,43 @@ class StepsByHeader:
         if self._has_header is False:
             return example_steps.run(local_inputs)
         sides = sides_of(local_inputs.batch, self._is_presplit)
+        voters, sync_point = example_steps.voters, f"step {example_steps.begun}"
+        wait = voters.wait_at(sync_point)
         if self._has_header is None:
             # A rank that is handed None cannot see lengths change: if there is one, all need headers.
             misses = any(map(_is_missing, sides, self._example_sides))
-            self._has_header = any(example_steps.voters.gather((misses,), self._wait())[0])
+            self._has_header = any(voters.gather((misses,), wait)[0])
             return self.run(local_inputs)
         local_inputs = replace(local_inputs, batch=sides)
         leaves, containers = tree.flatten(local_inputs.trees)
         signature = example_steps.signatures.of(leaves, containers, homes=repeat(example_steps.device))
         number = self._numbers.get_or_make(signature, lambda: next(self._next_number))
         microbatches = 0 if self.make_program is None else count_microbatches(sides)
-        header = tuple(zip(*example_steps.voters.gather((microbatches, number), self._wait()), strict=True))
-        steps = self._steps_by_header.get(header)
+        statement = microbatches, number, local_inputs.key is not None
+        header = tuple(zip(*voters.gather(statement, wait), strict=True))
+        microbatches = _count_of_header(header) if self.make_program is not None else 0
+        first_microbatch = None
+        if self.make_program is not None and example_steps.links.replicas is not None:
+            earlier_count = example_steps.links.replicas.count_earlier(microbatches, sync_point)
+            # Only stages that see the index of a microbatch, or draw by it, are lowered anew for another one.
+            has_key = any(is_keyed for *_, is_keyed in header)
+            first_microbatch = earlier_count if has_key or self._reads_microbatch else None
+        steps = self._steps_by_header.get((header, first_microbatch))
         if steps is None:
-            steps = self._steps_by_header[header] = self._steps_of_new_header(header, sides)
+            example_steps.links.watchdog.wait = wait
+            steps = self._steps_of_new_header(microbatches, sides)
+            steps = replace(steps, links=steps.links._replace(first_microbatch=first_microbatch))
+            self._steps_by_header[header, first_microbatch] = steps
         steps.begun = example_steps.begun
         return steps.run(local_inputs)
 
-    def _wait(self) -> PeerWait:
-        group, sync_point = self.example_steps.links.group, f"step {self.example_steps.begun}"
-        processes = tuple(dist.get_process_group_ranks(group))
-        return PeerWait(processes, f"did not come to {sync_point}", f"at {sync_point}", is_agreeing=True, group=group)
-
-    def _steps_of_new_header(self, header: Header, sides: Sides) -> RankSteps:
+    def _steps_of_new_header(self, microbatches: int, sides: Sides) -> RankSteps:
         """Return the steps of a header that no rank has met, which know the shapes of the whole batch."""
-        steps, microbatches = self.example_steps, 0
-        sides_by_rank: list[Any] = [None] * len(header)
-        steps.links.watchdog.wait = self._wait()
+        steps = self.example_steps
+        sides_by_rank: list[Any] = [None] * steps.links.group.size()
         dist.all_gather_object(sides_by_rank, tree.tree_map(as_meta, sides), group=steps.links.group)
         steps.links.watchdog.wait = None
         if self.make_program is not None:
-            microbatches = _count_of_header(header)
             known_steps = self._steps_by_count.get(microbatches)
             steps = known_steps or self.add_program(self.make_program(microbatches), steps.begun)
             self._steps_by_count[microbatches] = steps
@@ -155,7 +161,7 @@ def _is_missing(side: Any, example_side: Any) -> bool:
 
 
 def _count_of_header(header: Header) -> int:
-    count_by_rank = {rank: microbatches for rank, (microbatches, _) in enumerate(header) if microbatches}
+    count_by_rank = {rank: microbatches for rank, (microbatches, *_) in enumerate(header) if microbatches}
     if not count_by_rank:
         raise ValueError("no rank was handed a batch.")
     first_rank, first_count = next(iter(count_by_rank.items()))
