@@ -278,7 +278,7 @@ def with_compiled_function(module: Any, x: Tensor) -> Tensor:
 
 
 class Scaled(Tensor):
-    """A tensor subclass that keeps narrow numbers and a scale, like those of torchao."""
+    """Tensor subclass with narrow numbers and a scale, as in torchao."""
 
     numbers: Tensor
     scale: Tensor

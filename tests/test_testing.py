@@ -1,6 +1,7 @@
 """`fpipe.testing`: checking a schedule names the law that it breaks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -79,3 +80,29 @@ check_small(raising)
     BrokenLaw: raising at ranks=1, microbatches=1, stages=1: it makes a program of these sizes. KeyError: 1
 """,
 )
+
+
+def head_by_itself(ranks: int) -> Any:
+    """Order blocks as 1F1B does, and put one stage more, the head, on the last rank."""
+    return fpipe.chain(
+        fpipe.place([*range(ranks), ranks - 1]), fpipe.schedules.from_priority(backwards_first, ranks=ranks)
+    )
+
+
+def backwards_first(op: Any, state: Any) -> Any:
+    return op.kind == "F", op.microbatch, op.stage
+
+
+def test_a_schedule_may_have_a_stage_more_than_ranks(monkeypatch: pytest.MonkeyPatch):
+    """Heads are stages of their own in many nets; the registry took a whole number of stages a rank."""
+    registry = fpipe.schedules.registry
+    monkeypatch.setattr(registry, "SCHEDULE_BY_NAME", dict(registry.SCHEDULE_BY_NAME))
+    fpipe.schedules.register("head_by_itself", head_by_itself, stages_per_rank=lambda ranks: ranks + 1)
+    assert fpipe.schedules.about("head_by_itself").program(3, 4).placement == (0, 1, 2, 2)
+    assert fpipe.compare(["head_by_itself", "gpipe"], 3, 4).rows[0].name == "head_by_itself"
+    checked = check_schedule("head_by_itself", ranks=(1, 3), microbatches=(2,), examples=3)
+    assert [size.stages for size in checked.sizes] == [2, 4]
+    unregistered = check_schedule(
+        head_by_itself, ranks=(2,), microbatches=(2,), stages_per_rank=lambda ranks: ranks + 1, examples=1
+    )
+    assert [size.stages for size in unregistered.sizes] == [3]

@@ -28,7 +28,7 @@ class Schedule:
     Args:
         name: its name.
         factory: `factory(ranks, **options) -> Transform`.
-        stages_per_rank: the default number of stages of a rank.
+        stages_per_rank: the default number of stages of a rank, or `f(ranks)`, that of all ranks together.
         title, source: its name in the literature, and the paper.
         idle, peak: formulas with p ranks, m microbatches, v stages a rank, and the costs F, B, W, T = F+B+W of a whole
             device share: the idle time, and the most microbatches held on rank r.
@@ -46,7 +46,7 @@ class Schedule:
 
     name: str
     factory: Callable[..., Transform]
-    stages_per_rank: int = 1
+    stages_per_rank: int | Callable[[int], int] = 1
     title: str = ""
     source: str = ""
     idle: str = ""
@@ -62,6 +62,8 @@ class Schedule:
         >>> about("hanayo").stage_count(2, {}), about("hanayo").stage_count(2, {"waves": 3})
         (4, 12)
         """
+        if callable(self.stages_per_rank):
+            return self.stages_per_rank(ranks)
         stages_and_count = ((stage_count, options.get(option)) for option, stage_count in self.stages_per.items())
         stage_counts = (stages * count for stages, count in stages_and_count if isinstance(count, int))
         return ranks * next(stage_counts, self.stages_per_rank)
@@ -79,13 +81,14 @@ class Schedule:
 SCHEDULE_BY_NAME: dict[str, Schedule] = {}
 
 
-def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: int = 1) -> None:
+def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: int | Callable[[int], int] = 1) -> None:
     """Register your own schedule under a name, by which the command line, the tables and the tests find it.
 
     Args:
         name: a new name, as Python writes them.
         factory: `factory(ranks) -> Transform`.
-        stages_per_rank: the default number of stages of a rank.
+        stages_per_rank: the default number of stages of a rank, or `f(ranks)`, that of all ranks together: `lambda
+            ranks: ranks + 1`.
 
     Raises:
         TypeError: the factory is no function, or a transform.
@@ -104,7 +107,8 @@ def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: i
         raise TypeError(
             f"{name!r} is registered as a transform; a schedule is a function of ranks: use lambda ranks: ..."
         )
-    check_whole_number("stages_per_rank", stages_per_rank)
+    if not callable(stages_per_rank):
+        check_whole_number("stages_per_rank", stages_per_rank)
     _add_schedule(Schedule(name, factory, stages_per_rank))
 
 

@@ -20,7 +20,7 @@ from fpipe.meaning.from_functions import from_functions
 from fpipe.model import Model, Source, as_stage_input
 from fpipe.pictures.plot import plot
 from fpipe.program import Program, ProgramError, parts_of
-from fpipe.schedules.registry import about
+from fpipe.schedules.registry import Schedule, about
 from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
@@ -82,7 +82,7 @@ def check_schedule(
     *,
     ranks: Iterable[int] = range(1, 5),
     microbatches: Iterable[int] = range(1, 9),
-    stages_per_rank: int | None = None,
+    stages_per_rank: int | Callable[[int], int] | None = None,
     serves: Callable[[int, int], bool] | None = None,
     examples: int = 50,
 ) -> Checked:
@@ -95,7 +95,8 @@ def check_schedule(
     Args:
         schedule: `f(ranks) -> Transform`, or the name of a registered schedule.
         ranks, microbatches: the sizes to try.
-        stages_per_rank: stages on each rank; by default what the name is registered with, or 1.
+        stages_per_rank: stages on each rank, or `f(ranks)`, those of all ranks together; by default what the name is
+            registered with, or 1.
         serves: `f(ranks, microbatches)`, whether it serves these sizes; by default what the registry says of a name,
             else all.
         examples: the number of models.
@@ -113,8 +114,10 @@ def check_schedule(
     registered = about(schedule) if isinstance(schedule, str) else None
     factory = schedule if callable(schedule) else about(schedule).factory
     name = schedule if isinstance(schedule, str) else getattr(factory, "__name__", repr(factory))
-    v = stages_per_rank or (registered.stages_per_rank if registered else 1)
-    sizes = [Size(p, m, p * v) for p in ranks for m in microbatches]
+    # A schedule that nobody has registered has one stage a rank.
+    counted = registered or Schedule(name, factory)
+    counted = counted if stages_per_rank is None else Schedule(name, factory, stages_per_rank)
+    sizes = [Size(p, m, counted.stage_count(p, {})) for p in ranks for m in microbatches]
     if serves is not None:
         sizes = [size for size in sizes if serves(size.ranks, size.microbatches)]
     elif registered is not None:
