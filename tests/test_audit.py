@@ -188,26 +188,28 @@ def test_audit_finds_python_numbers_frozen_in_a_graph(kind: str):
 
 
 class Counting(nn.Module):
-    """Count the calls in a plain attribute; the output follows from the count in a `warmup`."""
+    """Count the calls in a plain attribute or a dict; the output follows from the count in a `warmup`."""
 
-    def __init__(self, warmup: int) -> None:
+    def __init__(self, warmup: int, is_in_dict: bool) -> None:
         super().__init__()
-        self.calls, self.warmup = 0, warmup
+        self.calls, self.statistics, self.warmup, self.is_in_dict = 0, {"calls": 0}, warmup, is_in_dict
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * (1.0 if self.calls >= self.warmup else 0.5)
+        counts = self.statistics if self.is_in_dict else vars(self)
+        counts["calls"] += 1
+        return x * (1.0 if counts["calls"] >= self.warmup else 0.5)
 
 
 @pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("is_in_dict", [False, True])
 @pytest.mark.parametrize("warmup", [0, 5000])
-def test_audit_finds_a_count_of_calls_from_which_the_output_follows(cut: Callable[..., Any], warmup: int):
+def test_audit_finds_a_count_from_which_the_output_follows(cut: Callable[..., Any], warmup: int, is_in_dict: bool):
     """Used to pass: the count was put back after each run of the definition, so it never came to its end."""
-    trainer = Trainer(cut(net_with(Counting(warmup))))
+    trainer = Trainer(cut(net_with(Counting(warmup, is_in_dict))))
     if not warmup:
         trainer()
         return
-    with pytest.raises(fpipe.StepChanged, match=r"results follow from 'calls' of module '1' \(Counting\)"):
+    with pytest.raises(fpipe.StepChanged, match=r"results follow from '(calls|statistics)' of module '1' \(Counting\)"):
         trainer()
 
 

@@ -14,8 +14,10 @@ import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -32,17 +34,22 @@ NamedModules = Sequence[tuple[str, nn.Module]]
 
 
 class CallCounter(NamedTuple):
-    """A number that a module changes as it runs: its module and name, and its values before and after a call."""
+    """A number that a module changes as it runs, with its values before and after a call.
+
+    It is the attribute `name` of the module, or stands in a dict or list there: under `key` in `container`.
+    """
 
     path: str
     module: nn.Module
     name: str
+    container: Any
+    key: Any
     number_before: float
     number_after: float
 
     def set_calls(self, calls: int) -> None:
         """Set the number as if the module had been called so many times."""
-        setattr(self.module, self.name, self.number_before + calls * (self.number_after - self.number_before))
+        self.container[self.key] = self.number_before + calls * (self.number_after - self.number_before)
 
 
 class AttributeSnapshot:
@@ -74,13 +81,20 @@ class AttributeSnapshot:
         return None
 
     def counters(self) -> list[CallCounter]:
-        """Return the numbers among the attributes that a call has changed."""
+        """Return the numbers that a call has changed among the attributes, and in the copied dicts and lists."""
+        copy_by_id = {id(container): copied for container, copied in self.container_copies}
+
+        def numbers_before(module: nn.Module, name: str, value: Any) -> Iterator[tuple[Any, Any, Any]]:
+            copied = copy_by_id.get(id(value), ())
+            pairs = copied.items() if isinstance(copied, dict) else enumerate(copied)
+            return chain([(vars(module), name, value)], ((value, key, number) for key, number in pairs))
+
         return [
-            CallCounter(path, module, name, number, vars(module)[name])
+            CallCounter(path, module, name, container, key, number, container[key])
             for path, module, attributes in self.snapshots
-            for name, number in attributes.items()
-            if type(number) in (int, float) and type(vars(module).get(name)) in (int, float)
-            if vars(module)[name] != number
+            for name, value in attributes.items()
+            for container, key, number in numbers_before(module, name, value)
+            if type(number) in (int, float) and _number_at(container, key) not in (None, number)
         ]
 
     def restore(self) -> None:
@@ -96,6 +110,13 @@ class AttributeSnapshot:
 
 
 _CONTAINER_TYPES = (dict, OrderedDict, list, set)
+
+
+def _number_at(container: Any, key: Any) -> float | None:
+    """Return the number under a key or index, or None."""
+    with suppress(LookupError, TypeError):  # a shorter list, a set
+        return container[key] if type(container[key]) in (int, float) else None
+    return None
 
 
 class Modes:
