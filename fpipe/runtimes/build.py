@@ -111,8 +111,9 @@ def build(
             of a step so short that it would take more than half a percent of the time), a number n in every n-th,
             "always" in each, "never" in none.
         hoist: whether each version of the parameters of a stage is cast, transposed and normed once for all
-            microbatches. So is whatever else depends on parameters and constants alone and is no larger than these. It
-            is kept from its first reader to its last. False computes it in each F, which hands it to B as a residual.
+            microbatches. So is whatever else depends on parameters and constants alone, unless it is larger than these
+            and no backward reads it. It is kept from its first reader to its last. False computes it in each F, which
+            hands it to B as a residual.
         graph: on an accelerator, whether the whole step is captured as one graph of the device, once
             for each signature behind two steps without it. Later steps copy the batch in, replay the graph and copy the
             results out. Parameters, state and optimizer state that come at the same address are read where they are,

@@ -176,7 +176,9 @@ class Cut:
     @cached_property
     def values_of_params(self) -> set[Name]:
         """Return the values that parts compute from parameters and constants alone, and do not take from each other."""
-        return values_of_params(self.graph) if self.hoists else views_of_params(self.graph)
+        if not self.hoists:
+            return views_of_params(self.graph)
+        return values_of_params(self.graph, replace(self, hoists=False).residuals)
 
     def _crossing(self, ops: set[Name], results: Iterable[Name], available: set[Name]) -> list[Name]:
         """Return the values that are `available` before a cut and are read by `ops`, or returned, behind it."""

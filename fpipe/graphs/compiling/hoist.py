@@ -5,7 +5,7 @@
 Such values are the casts of weights under autocast, transposes that copy, and weight norms; and at no cost the
 parameters themselves and their views. Graphs are functional, so the bits stay. Four kinds of op stay in their part:
 draws and checks, which run as often as eager runs them; collectives, whose order all processes share; and ops that make
-more than they read, such as a bias for each pair of positions, which would fill the memory of a rank.
+more than they read for F alone, such as a bias for each pair of positions, which would fill the memory of a rank.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ def views_of_params(graph: Graph) -> set[Name]:
     return views
 
 
-def values_of_params(graph: Graph) -> set[Name]:
+def values_of_params(graph: Graph, residuals: Collection[Name]) -> set[Name]:
     """Return the values that depend on parameters, buffers and constants alone, and that calls may share.
 
-    None is larger than the tensors that it is computed from, so that a step holds at most a few copies of parameters.
+    None is larger than the tensors that it is computed from, so that a step holds at most a few copies of parameters;
+    but for `residuals`, such as a float32 copy of a bfloat16 weight, of which each microbatch in flight would hold one.
     """
     constants = {name: graph.facts[name] for name in (*_params_of(graph), *graph.constants)}
     sources: dict[Name, frozenset[Name]] = {name: frozenset((name,)) for name in constants}
     free_storages, unshared = {fact.storage for fact in constants.values()}, _unshared_storages(graph)
     random_names = {node.name for node in random_nodes_of(graph)}
+    free_storages |= {graph.facts[name].storage for name in residuals}
     sources_by_storage: dict[int, frozenset[Name]] = {}
     values: set[Name] = set()
     for node in graph.nodes:
