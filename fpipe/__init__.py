@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from fpipe.models.parameters.load import init_params, load_params
     from fpipe.models.parameters.params import join_params, local_params, split_params
     from fpipe.oracle.compare_grads import compare_grads
+    from fpipe.oracle.compare_run import compare_run
     from fpipe.oracle.compare_step import compare_step
     from fpipe.pictures.plot import plot
     from fpipe.pictures.style import Style
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from fpipe.planning.plan import Plan, plan
     from fpipe.planning.plan_run import plan_run
     from fpipe.planning.run_plan import RunPlan
+    from fpipe.recording.record_run import record_run
     from fpipe.runtimes.build import build
     from fpipe.runtimes.faults.fault_store import RankError
     from fpipe.verification.placements import check_placements
@@ -146,8 +148,10 @@ _LAZY_NAMES = {
     "meaning.single_device.result": ("Result",),
     "measuring.sizes": ("Sizes", "sizes"),
     "oracle.compare_grads": ("compare_grads",),
+    "oracle.compare_run": ("compare_run",),
     "oracle.compare_step": ("compare_step",),
     "verification.placements": ("check_placements",),
+    "recording.record_run": ("record_run",),
     "verification.report": ("GradientMismatch", "Report"),
     "verification.verify": ("verify",),
 }
@@ -201,6 +205,7 @@ __all__ = [
     "communicate",
     "compare",
     "compare_grads",
+    "compare_run",
     "compare_step",
     "custom_stage",
     "data_parallel",
@@ -243,6 +248,7 @@ __all__ = [
     "plot",
     "profile",
     "program",
+    "record_run",
     "reference",
     "register_cost",
     "register_kind",

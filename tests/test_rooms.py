@@ -40,7 +40,9 @@ interop <- root transforms timing meaning/single_device meaning torch_private
 models/modules <- root meaning/purity torch_private graphs/language graphs/tracing models/parameters
 models/exporting <- root meaning/purity torch_private graphs/tracing
 derived <- root meaning/purity torch_private graphs/language graphs/tracing models/modules
+recording <- root meaning/purity torch_private models/parameters
 oracle <- root meaning/purity meaning/optimizers transforms meaning/single_device verification models/parameters
+    recording
 models/cutting <- root meaning/purity timing torch_private graphs/language graphs/tracing
     models/parameters models/exporting
 runtimes/lowering <- root meaning/purity meaning/optimizers meaning/single_device meaning torch_private
@@ -79,7 +81,8 @@ ROOMS = {
 STOREYS = {
     "core": "root transforms timing schedules meaning verification",
     "engine": "torch_private graphs models runtimes",
-    "workshop": "oracle finding planning pictures derived interop measuring callbacks integrations cli testing",
+    "workshop": "recording oracle finding planning pictures derived interop measuring callbacks integrations cli "
+    "testing",
 }
 STOREY_BY_ROOM = {room: storey for storey, rooms in STOREYS.items() for room in rooms.split()}
 # Folders that list things of one kind, and so may be long.

@@ -37,6 +37,7 @@ LIMITS = {
     "fpipe/oracle": Limits(0.3, 0, 26),
     "fpipe/pictures": Limits(0.6, 0, 30),
     "fpipe/planning": Limits(1, 0, 26),
+    "fpipe/recording": Limits(0.5, 0, 25),
     "fpipe/runtimes": Limits(0.4, 0, 41),
     "fpipe/schedules": Limits(0.5, 0.8, 29),
     "fpipe/testing": Limits(0, 0, 26),

@@ -153,6 +153,17 @@ def by_torch_optim(step: fpipe.Step, params: Sequence[Params], batch: Batch, mes
     return float(norm - fpipe.global_norm(grads))
 
 
+def record_and_judge(net: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> str:
+    with fpipe.record_run("run", net=net, optimizer=optimizer) as record, record.step(batch, clip=1.0):
+        with record.microbatch(batch):
+            loss(net(batch[0]), batch[1]).backward()
+        record.reduced()
+        record.clipped(nn.utils.clip_grad_norm_(net.parameters(), 1.0))
+        optimizer.step()
+    report = fpipe.compare_run(net, "run", loss=loss)
+    return f"{report.where} {report.phase} {report.mistake}"
+
+
 def verify_all(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params], batch: Batch) -> str:
     try:
         report: fpipe.Report = fpipe.verify(program, model, params, batch)

@@ -51,6 +51,11 @@ def c_function_of(op: Any) -> Callable[..., Any]:
     return op._op
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread, as it does around a recomputed forward (2.13)."""
+    return _C._current_graph_task_id() != -1
+
+
 def overrides_torch_functions(tensor_class: type[Tensor]) -> bool:
     """Whether torch functions on tensors of a class run its own `__torch_function__` (2.13).
 

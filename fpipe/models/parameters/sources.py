@@ -51,6 +51,7 @@ class SafetensorsFile:
 
     Attributes:
         entries: its tensors by name, in the order of their data.
+        metadata: its header's texts by name.
 
     Raises:
         ModuleNotFoundError: the package is not installed.
@@ -70,6 +71,7 @@ class SafetensorsFile:
         except SafetensorError as error:
             reason = shortened(str(error)).rstrip(".")
             raise ValueError(f"{path} is no file in the safetensors format: {reason}.") from None
+        self.metadata: dict[str, str] = self._file.metadata() or {}
         self.entries: dict[str, HeaderEntry] = {}
         for name in self._file.offset_keys():
             view = self._file.get_slice(name)

@@ -1,0 +1,410 @@
+"""Replay the recorded calls of one microbatch with the reference net, each on its recorded inputs.
+
+The call of a module P with children A and B is replayed with stubs in the places of A and B, which return what was
+recorded of them. So each call answers for its own code alone, and a fault is found where it is, and not where it leads:
+
+    x --glue--> A --glue--> B --glue--> y     forward:  y and the inputs of A and B, given x and the outputs of A, B
+                                              backward: dA, dB, dx, given dy and what A and B make of dA and dB
+
+Calls are replayed from the last to the first, children before parents: a parent's backward needs that of its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.oracle.explain_call import explain_gradient, explain_output
+from fpipe.oracle.run_report import PHASES, Fault, Findings, eps_of, noises, rounding_limit
+from fpipe.recording.record_files import RankRecord, as_spec, from_spec, hashes_of, is_plain
+from fpipe.verification.report import PrecisionWatch
+
+Call = dict[str, Any]
+
+
+class OtherCalls(ValueError):
+    """The reference calls a child more or less often than the record."""
+
+
+@dataclass
+class CallResult:
+    """The tensors of a replayed call, in the order of the record.
+
+    Attributes:
+        outputs: the tensors that the call returns.
+        child_inputs: the tensors that each child takes, by the child's number.
+        child_grads: the gradient of each output of each child; None where none flows.
+        input_grads: the gradient of each input.
+        param_grads: the gradient of each parameter of the module, by its name in the net.
+        readers: for each child, the places that its outputs reach without passing another: other children, or -1 for
+            the call's own outputs.
+        eps: the machine epsilon of the coarsest result.
+    """
+
+    outputs: list[Tensor]
+    child_inputs: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
+    child_grads: dict[int, list[Tensor | None]] = field(default_factory=dict[int, list[Tensor | None]])
+    input_grads: list[Tensor | None] = field(default_factory=list[Tensor | None])
+    param_grads: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    readers: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    eps: float = 0.0
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by a name of their place, so that two replays can be compared."""
+        rows = {
+            **{f"output {i}": x for i, x in enumerate(self.outputs)},
+            **{f"handed {child} {i}": x for child, xs in self.child_inputs.items() for i, x in enumerate(xs)},
+            **{f"child {child} {i}": x for child, xs in self.child_grads.items() for i, x in enumerate(xs)},
+            **{f"input {i}": x for i, x in enumerate(self.input_grads)},
+            **{f"param {name}": x for name, x in self.param_grads.items()},
+        }
+        return {name: tensor for name, tensor in rows.items() if tensor is not None}
+
+
+class MicrobatchReplay:
+    """The replay of one microbatch on one rank.
+
+    Attributes:
+        param_grads: the reference's gradient of each parameter for this microbatch, after `run`.
+        limits: how far rounding may take each of them.
+        is_whole: whether every call of the net could be replayed, so that `param_grads` are complete.
+    """
+
+    def __init__(self, net: nn.Module, record: RankRecord, calls: Sequence[Call], moment: tuple[int, ...]) -> None:
+        self._net, self._record, self._calls, self._moment = net, record, calls, moment
+        self._modules = dict(net.named_modules())
+        # An output class of a library cannot be built again: its call is judged, but has no stub in its parent.
+        self._is_judged = [self._can_judge(call) for call in calls]
+        self._has_stub = [ok and is_plain(calls[i]["output"]) for i, ok in enumerate(self._is_judged)]
+        self._results = dict[int, CallResult]()
+        self.param_grads, self.limits = dict[str, Tensor](), dict[str, float]()
+        self.is_whole = all(
+            any(self._is_judged[ancestor] for ancestor in self._calls_around(number)) for number in range(len(calls))
+        )
+
+    def module_of(self, number: int) -> nn.Module:
+        """Return the reference's module of a call."""
+        return self._modules[self._calls[number]["module"]]
+
+    def run(self, findings: Findings) -> None:
+        """Replay all calls and add the faults of forward and backward to the findings."""
+        for number in reversed(range(len(self._calls))):
+            call = self._calls[number]
+            if not self._is_judged[number]:
+                if call["module"] in self._modules:
+                    findings.notes[
+                        f"{call['module'] or 'The net'} is not judged: it takes or draws what no file keeps."
+                    ] = None
+                continue
+            try:
+                result = self._results[number] = self.replay(number)
+            except OtherCalls as error:
+                findings.faults.append(self._fault(call["module"], "forward", str(error), call["start"]))
+                self.is_whole = False
+                continue
+            self._judge_call(number, result, findings)
+            # What a parent without a stub repeats of its child counts there.
+            if self._has_stub[number] or not any(self._is_judged[i] for i in self._calls_around(number)[1:]):
+                self._add_param_grads(number, result)
+
+    def replay(
+        self,
+        number: int,
+        moved: Callable[[Tensor], Tensor] | None = None,
+        change: Callable[[nn.Module], Any] | None = None,
+        finds_readers: bool = False,
+    ) -> CallResult:
+        """Replay one call.
+
+        Args:
+            number: of the call.
+            moved: noise for what the call reads.
+            change: a context in which the module runs differently, by which a mistake is tried.
+            finds_readers: fill in the readers of the result.
+        """
+        call, module = self._calls[number], self._modules[self._calls[number]["module"]]
+        leaves, outputs_by_child = list[Tensor](), dict[int, list[Tensor]]()
+
+        def leaf_of(tensor_hash: str, leaves: list[Tensor]) -> Tensor:
+            tensor = self._record.tensor(tensor_hash)
+            tensor = moved(tensor) if moved else tensor
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.requires_grad_()
+            leaves.append(tensor)
+            # A copy: code may change what it is handed in place, which torch forbids for a leaf.
+            return tensor.clone()
+
+        args, kwargs = (from_spec(call[key], lambda name: leaf_of(name, leaves)) for key in ("args", "kwargs"))
+        children = [i for i in range(number + 1, len(self._calls)) if self._has_stub[i] and self._parent(i) == number]
+        result = CallResult([])
+
+        def run_stub(child: int, args: Any, kwargs: Any) -> Any:
+            result.child_inputs[child] = _tensors_in((args, kwargs))
+            if "rng" in self._calls[child]:
+                torch.set_rng_state(self._record.tensor(self._calls[child]["rng"][1]))
+            outputs = outputs_by_child[child] = list[Tensor]()
+            return from_spec(self._calls[child]["output"], lambda name: leaf_of(name, outputs))
+
+        params = {name: param for name, param in self._named_params(call["module"]).items() if param.requires_grad}
+        with self._environment(call), _lent_params(params, call["param_dtype"], moved), PrecisionWatch() as precision:
+            with self._stubs(children, run_stub), change(module) if change else _nothing():
+                result.outputs = _tensors_in(module(*args, **kwargs))
+            self._differentiate(number, result, leaves, outputs_by_child, params, moved, finds_readers)
+        result.eps = max(precision.eps, eps_of(*result.outputs))
+        return result
+
+    def _differentiate(
+        self,
+        number: int,
+        result: CallResult,
+        leaves: list[Tensor],
+        outputs_by_child: dict[int, list[Tensor]],
+        params: dict[str, nn.Parameter],
+        moved: Callable[[Tensor], Tensor] | None,
+        finds_readers: bool,
+    ) -> None:
+        """Run the backward of a call from the gradients of its outputs and of its children's inputs."""
+        grads = self._recorded_grads(number)
+        roots = [*zip(result.outputs, grads, strict=False)]
+        for child, inputs in result.child_inputs.items():
+            if child in self._results:
+                roots += zip(inputs, self._results[child].input_grads, strict=False)
+        pairs = [
+            (root, moved(grad) if moved else grad)
+            for root, grad in roots
+            if grad is not None and root.requires_grad and root.shape == grad.shape
+        ]
+        sources = [*leaves, *chain.from_iterable(outputs_by_child.values()), *params.values()]
+        needed = [source for source in sources if source.requires_grad]
+        # The stubs cut the graph, so an output reaches a child only through the glue of this call.
+        for reader, tensors in {-1: result.outputs, **result.child_inputs}.items() if finds_readers else ():
+            reached = [tensor.sum() for tensor in tensors if tensor.requires_grad]
+            for child, outputs in outputs_by_child.items() if reached else ():
+                grads_of_place = torch.autograd.grad(reached, outputs, retain_graph=True, allow_unused=True)
+                if any(grad is not None for grad in grads_of_place):
+                    result.readers.setdefault(child, []).append(reader)
+        source_grads: dict[int, Tensor | None] = {}
+        if pairs and needed:
+            values = torch.autograd.grad(
+                [root for root, _ in pairs],
+                needed,
+                [grad.to(root.dtype) for root, grad in pairs],
+                allow_unused=True,
+            )
+            source_grads = {id(source): value for source, value in zip(needed, values, strict=True)}
+        result.input_grads = [source_grads.get(id(leaf)) for leaf in leaves]
+        for child, outputs in outputs_by_child.items():
+            result.child_grads[child] = [source_grads.get(id(output)) for output in outputs]
+        computed = {name: source_grads.get(id(param)) for name, param in params.items()}
+        result.param_grads = {name: grad for name, grad in computed.items() if grad is not None}
+        for tensors in (result.outputs, *result.child_inputs.values()):
+            tensors[:] = [tensor.detach() for tensor in tensors]
+
+    def _judge_call(self, number: int, result: CallResult, findings: Findings) -> None:
+        """Compare the tensors of a replayed call with the recorded ones."""
+        call, limits = self._calls[number], _Limits(self, number, result)
+        label = f"step {self._moment[0]}: {call['module'] or 'the net'}"
+        # 1. Forward: the call's outputs, and what it hands to its children.
+        recorded = [self._record.tensor(name) for name in hashes_of(call["output"])]
+        if len(recorded) != len(result.outputs):
+            sentence = f"it returns {len(recorded)} tensors, and the reference {len(result.outputs)}"
+            findings.faults.append(self._fault(call["module"], "forward", sentence, call["end"]))
+        for i, (actual, expected) in enumerate(zip(recorded, result.outputs, strict=False)):
+            if not findings.agree(f"{label}, output {i}", actual, expected, limits.limit_of(f"output {i}")):
+                mistake = explain_output(
+                    self.module_of(number),
+                    lambda change, i=i: self.replay(number, change=change).outputs[i],
+                    actual,
+                    expected,
+                )
+                findings.faults.append(self._fault(call["module"], "forward", mistake, call["end"]))
+                break
+        for child, inputs in result.child_inputs.items():
+            name, start = self._calls[child]["module"], self._calls[child]["start"]
+            recorded_inputs = [
+                self._record.tensor(name)
+                for name in chain(hashes_of(self._calls[child]["args"]), hashes_of(self._calls[child]["kwargs"]))
+            ]
+            for i, (actual, expected) in enumerate(zip(recorded_inputs, inputs, strict=False)):
+                if not findings.agree(
+                    f"{label}, input {i} of {name}", actual, expected, limits.limit_of(f"handed {child} {i}")
+                ):
+                    mistake = f"{name} is handed another input: {explain_gradient(actual, expected)}"
+                    findings.faults.append(self._fault(call["module"], "forward", mistake, start))
+                    break
+        # 2. Backward: the gradient of each child's outputs.
+        for child, grads in result.child_grads.items():
+            # Two calls that return one tensor cannot divide its gradient between them.
+            if self._calls[child]["is_shared"] or call["is_shared"]:
+                continue
+            for i, (actual, expected) in enumerate(zip(self._recorded_grads(child), grads, strict=False)):
+                self._judge_child_grad(number, child, i, actual, expected, limits, findings)
+
+    def _judge_child_grad(
+        self,
+        number: int,
+        child: int,
+        index: int,
+        actual: Tensor | None,
+        expected: Tensor | None,
+        limits: _Limits,
+        findings: Findings,
+    ) -> None:
+        """Compare the gradient of an output of a child, as the call and its later children hand it back."""
+        name = self._calls[child]["module"]
+        if actual is None and expected is None:
+            return
+        template = expected if expected is not None else actual
+        assert template is not None
+        actual_grad = torch.zeros_like(template) if actual is None else actual
+        expected_grad = torch.zeros_like(template) if expected is None else expected
+        label = f"step {self._moment[0]}: gradient of output {index} of {name}"
+        if findings.agree(label, actual_grad, expected_grad, limits.limit_of(f"child {child} {index}")):
+            return
+        # The only child that reads the output hands this gradient back; where several do, it is the call's matter.
+        readers = self.replay(number, finds_readers=True).readers.get(child, [])
+        subject = self._calls[readers[0] if len(readers) == 1 and readers[0] >= 0 else number]["module"]
+        mistake = f"the gradient that it hands to {name} is {explain_gradient(actual_grad, expected_grad)}"
+        # Later calls come earlier in the backward.
+        findings.faults.append(self._fault(subject, "backward", mistake, -self._calls[child]["end"]))
+
+    def _add_param_grads(self, number: int, result: CallResult) -> None:
+        limits = _Limits(self, number, result)
+        # A module that is called several times adds up the gradients of its calls.
+        for name, grad in result.param_grads.items():
+            total = self.param_grads.get(name)
+            self.param_grads[name] = grad if total is None else total + grad
+            self.limits[name] = self.limits.get(name, 0.0) + limits.limit_of(f"param {name}")()
+
+    def _fault(self, module: str, phase: str, mistake: str, moment: int) -> Fault:
+        step, microbatch = self._moment
+        return Fault(module or "the net", phase, mistake, (step, PHASES.index(phase), microbatch, moment))
+
+    def _can_judge(self, call: Call) -> bool:
+        # A generator of another device draws other numbers than this one.
+        is_known = call["module"] in self._modules and not call["draws_on_device"]
+        return is_known and is_plain(call["args"]) and is_plain(call["kwargs"])
+
+    def _calls_around(self, number: int | None) -> list[int]:
+        """Return a call and all calls around it, from the inside."""
+        line = list[int]()
+        while number is not None:
+            line.append(number)
+            number = self._calls[number]["parent"]
+        return line
+
+    def _parent(self, number: int) -> int | None:
+        """Return the nearest judged call around a call that no stub hides from it."""
+        for ancestor in self._calls_around(number)[1:]:
+            if self._is_judged[ancestor]:
+                return ancestor
+        return None
+
+    def _recorded_grads(self, number: int) -> list[Tensor | None]:
+        grads = self._calls[number]["grads"]
+        return [self._record.tensor(grads[str(i)]) if grads[str(i)] else None for i in range(len(grads))]
+
+    def _named_params(self, module: str) -> dict[str, nn.Parameter]:
+        prefix = f"{module}." if module else ""
+        return {prefix + name: param for name, param in self._modules[module].named_parameters()}
+
+    @contextmanager
+    def _environment(self, call: Call) -> Generator[None]:
+        """Run in the autocast of a call, from its random state, and put the caller's back."""
+        # A dropout draws again what the run drew: its random state is recorded around each call that draws.
+        former = torch.get_rng_state()
+        if "rng" in call:
+            torch.set_rng_state(self._record.tensor(call["rng"][0]))
+        dtype = getattr(torch, call["autocast"]) if call["autocast"] else torch.bfloat16
+        try:
+            with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=call["autocast"] is not None):
+                yield
+        finally:
+            torch.set_rng_state(former)
+
+    @contextmanager
+    def _stubs(self, children: Sequence[int], run_stub: Callable[[int, Any, Any], Any]) -> Generator[None]:
+        """Let the modules of these calls return their recorded outputs, call after call."""
+        numbers_by_module = dict[str, list[int]]()
+        for child in children:
+            numbers_by_module.setdefault(self._calls[child]["module"], []).append(child)
+
+        def stub_of(name: str, numbers: list[int]) -> Callable[..., Any]:
+            def stub(*args: Any, **kwargs: Any) -> Any:
+                if not numbers:
+                    raise OtherCalls(f"the reference calls {name} more often")
+                return run_stub(numbers.pop(0), args, kwargs)
+
+            return stub
+
+        # On the instance: the hooks of the module run as ever, only its own code does not.
+        modules = {name: self._modules[name] for name in numbers_by_module}
+        former = {name: module.__dict__["forward"] for name, module in modules.items() if "forward" in module.__dict__}
+        for name, module in modules.items():
+            module.__dict__["forward"] = stub_of(name, numbers_by_module[name])
+        try:
+            yield
+        finally:
+            for name, module in modules.items():
+                del module.__dict__["forward"]
+                module.__dict__.update({"forward": former[name]} if name in former else {})
+        unused = next((name for name, numbers in numbers_by_module.items() if numbers), None)
+        if unused is not None:
+            raise OtherCalls(f"it calls {unused} more often than the reference")
+
+
+class _Limits:
+    """How far rounding may take each tensor of a call: computed at the first question, by three replays with noise."""
+
+    def __init__(self, replay: MicrobatchReplay, number: int, result: CallResult) -> None:
+        self._replay, self._number, self._result = replay, number, result
+        self._moved: list[dict[str, Tensor]] | None = None
+
+    def limit_of(self, name: str) -> Callable[[], float]:
+        """Return a function that computes the limit of a tensor, by its name in `named_tensors`."""
+
+        def limit() -> float:
+            if self._moved is None:
+                moved = (self._replay.replay(self._number, noise) for noise in noises(self._result.eps))
+                self._moved = [result.named_tensors() for result in moved]
+            expected = self._result.named_tensors().get(name)
+            if expected is None:
+                return 0.0
+            return rounding_limit(
+                expected, [tensors[name] for tensors in self._moved if name in tensors], self._result.eps
+            )
+
+        return limit
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    tensors = list[Tensor]()
+    as_spec(value, lambda tensor: tensors.append(tensor) or "")
+    return tensors
+
+
+@contextmanager
+def _nothing() -> Generator[None]:
+    yield
+
+
+@contextmanager
+def _lent_params(
+    params: dict[str, nn.Parameter], dtype: str | None, moved: Callable[[Tensor], Tensor] | None
+) -> Generator[None]:
+    """Give parameters the dtype that they had in the call, and noise; and put their tensors back."""
+    former = {name: param.data for name, param in params.items()}
+    for name, numbers in former.items():
+        lent = numbers.to(getattr(torch, dtype)) if dtype and numbers.is_floating_point() else numbers
+        params[name].data = moved(lent) if moved else lent
+    try:
+        yield
+    finally:
+        for name, numbers in former.items():
+            params[name].data = numbers

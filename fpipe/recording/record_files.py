@@ -1,0 +1,194 @@
+"""Write and read the files of a recorded run: one safetensors file for each rank and step.
+
+rank0-step0.safetensors:    {"3f9a..": tensor, ..}, and a header in JSON that names tensors by the hash of their bytes
+
+A tensor that occurs twice, such as the output of a module and the input of the next, is written once. So is a parameter
+that no step changes: later files refer to the earlier one of the same rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from ctypes import c_char
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fpipe.models.parameters.sources import SafetensorsFile
+
+VERSION = 1
+Spec = Any
+"""A value in JSON: {"tensor": hash}, {"value": 0.5}, {"list": [..]}, {"tuple": [..]}, {"dict": {..}}, {"other": type}.
+"""
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """Return the hash of a tensor's dtype, shape and bytes.
+
+    >>> import torch
+    >>> [hash_tensor(torch.zeros(2)) == hash_tensor(tensor) for tensor in (torch.zeros(2), -torch.zeros(2))]
+    [True, False]
+    """
+    summary = hashlib.blake2b(f"{tensor.dtype}{[*tensor.shape]}".encode(), digest_size=16)
+    tensor = tensor.contiguous()
+    if tensor.numel():
+        # The memory itself: not every torch comes with numpy, and bytes() of a storage goes number by number.
+        summary.update((c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return summary.hexdigest()
+
+
+def as_spec(value: Any, hash_of: Callable[[Tensor], str]) -> Spec:
+    """Return a value as JSON, with tensors by the hash that `hash_of` gives them.
+
+    >>> import torch
+    >>> as_spec((torch.ones(1), {"eps": 0.5}), lambda tensor: "3f9a")
+    {'tuple': [{'tensor': '3f9a'}, {'dict': {'eps': {'value': 0.5}}}]}
+    """
+    if isinstance(value, Tensor):
+        return {"tensor": hash_of(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    if isinstance(value, Mapping):
+        fields: Any = value
+        spec: Spec = {"dict": {str(key): as_spec(field, hash_of) for key, field in fields.items()}}
+        # Only a plain dict can be built again; of an output class of transformers the tensors are compared.
+        return spec if type(fields) is dict else spec | {"type": type(fields).__name__}
+    if type(value) is tuple or type(value) is list:
+        return {type(value).__name__: [as_spec(member, hash_of) for member in value]}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return {"other": type(value).__name__}
+
+
+def from_spec(spec: Spec, tensor_of: Callable[[str], Any]) -> Any:
+    """Build the value again that `as_spec` described."""
+    if "tensor" in spec:
+        return tensor_of(spec["tensor"])
+    if "value" in spec:
+        return spec["value"]
+    if "dict" in spec:
+        return {key: from_spec(field, tensor_of) for key, field in spec["dict"].items()}
+    kind = tuple if "tuple" in spec else list
+    return kind(from_spec(member, tensor_of) for member in spec[kind.__name__])
+
+
+def is_plain(spec: Spec) -> bool:
+    """Whether a value can be built again from its spec: it holds tensors, numbers, text and containers alone."""
+    if "other" in spec or "type" in spec:
+        return False
+    return all(map(is_plain, _members(spec)))
+
+
+def hashes_of(spec: Spec) -> Iterator[str]:
+    """Yield the hashes of all tensors of a spec, in order."""
+    if "tensor" in spec:
+        yield spec["tensor"]
+    for member in _members(spec):
+        yield from hashes_of(member)
+
+
+def _members(spec: Spec) -> list[Spec]:
+    return [*spec.get("dict", {}).values(), *spec.get("list", ()), *spec.get("tuple", ())]
+
+
+class TensorWriter:
+    """Collects the tensors of one step of a rank, and writes each once a run.
+
+    Attributes:
+        new_tensors: the tensors of this step that no earlier file has, by hash, on the CPU.
+        written: the hashes of all tensors that earlier files have.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.new_tensors = dict[str, Tensor]()
+        self.written = set[str]()
+
+    def add(self, tensor: Tensor) -> str:
+        """Copy a tensor to the CPU and return its hash."""
+        # A copy: modules and optimizers go on to change tensors in place.
+        copy = tensor.detach().to("cpu", copy=True).contiguous()
+        name = hash_tensor(copy)
+        if name not in self.written:
+            self.new_tensors.setdefault(name, copy)
+        return name
+
+    def write(self, step: int, header: Mapping[str, Any]) -> None:
+        """Write the file of a step, and forget its tensors."""
+        from safetensors.torch import save_file
+
+        path = self.folder / f"rank{self.rank}-step{step}.safetensors"
+        # Under another name first: a run that is killed leaves no file that is cut off.
+        partial = path.with_suffix(".partial")
+        save_file(self.new_tensors, partial, {"fpipe": json.dumps({"version": VERSION, **header})})
+        partial.replace(path)
+        self.written |= self.new_tensors.keys()
+        self.new_tensors = {}
+
+
+class RankRecord:
+    """The record of one rank: what each step said, and the tensors of all its files by hash."""
+
+    def __init__(self, rank: int, files: Mapping[int, SafetensorsFile]) -> None:
+        self.rank = rank
+        self.file_by_hash = {name: file for file in files.values() for name in file.entries}
+        self.steps = {step: _read_header(file, rank, step) for step, file in files.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor by its hash; raise ValueError if no file has it."""
+        if name not in self.file_by_hash:
+            raise ValueError(f"rank {self.rank} lacks a tensor: an earlier file is missing.")
+        return self.file_by_hash[name].read_tensor(name)
+
+    def tensors(self, hash_by_name: Mapping[str, str]) -> dict[str, Tensor]:
+        """Read tensors by the names that a step gives them."""
+        return {name: self.tensor(tensor_hash) for name, tensor_hash in hash_by_name.items()}
+
+
+def read_record(folder: str | Path) -> list[RankRecord]:
+    """Open the record of all ranks in a folder.
+
+    Raises:
+        ValueError: no record, a file that is damaged, or a rank or step that is missing.
+    """
+    folder = Path(folder)
+    files_by_rank = dict[int, dict[int, SafetensorsFile]]()
+    for path in sorted(folder.glob("*.safetensors")):
+        numbers = re.fullmatch(r"rank(\d+)-step(\d+)", path.stem)
+        if numbers is None:
+            raise ValueError(f"{path} is no file of a record, such as rank0-step0.safetensors.")
+        files_by_rank.setdefault(int(numbers[1]), {})[int(numbers[2])] = SafetensorsFile(path)
+    if not files_by_rank:
+        raise ValueError(f"{folder} holds no record. Make one with fpipe.record_run.")
+    records = [RankRecord(rank, dict(sorted(files_by_rank[rank].items()))) for rank in sorted(files_by_rank)]
+    ranks = next(iter(records[0].steps.values()))["ranks"]
+    missing = next((rank for rank in range(ranks) if rank not in files_by_rank), None)
+    if missing is not None:
+        raise ValueError(f"{folder} lacks rank {missing} of {ranks}: copy its files there.")
+    for record in records:
+        if record.steps.keys() != records[0].steps.keys():
+            raise ValueError(
+                f"{folder} has steps {[*record.steps]} of rank {record.rank}, and {[*records[0].steps]} of rank "
+                f"{records[0].rank}. Record the same steps on each."
+            )
+    return records
+
+
+_FIELDS = {"rank", "ranks", "step", "microbatches", "before", "after", "buffers", "modes", "aliases"}
+
+
+def _read_header(file: SafetensorsFile, rank: int, step: int) -> Any:
+    """Return the header of a step; raise ValueError if the file is of another kind, rank or step."""
+    try:
+        header = json.loads(file.metadata["fpipe"])
+    except (KeyError, ValueError):
+        raise ValueError(f"{file.path} has no header of fpipe.record_run.") from None
+    if not isinstance(header, dict) or header.get("version") != VERSION or not header.keys() >= _FIELDS:
+        raise ValueError(f"{file.path} is of another version of fpipe: record again.")
+    if (header["rank"], header["step"]) != (rank, step):
+        raise ValueError(
+            f"{file.path} holds rank {header['rank']}, step {header['step']}: a file of a record keeps its name."
+        )
+    return header  # pyright: ignore[reportUnknownVariableType]

@@ -1,0 +1,297 @@
+"""A recorded run of a plain loop: right runs are never accused, and each mistake is named with its place."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+
+mse = nn.functional.mse_loss
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def make_net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), Block(8), Block(8), nn.Linear(8, 3)).to(dtype)
+
+
+class Loop:
+    """A training loop with accumulation and a clip, in which a test changes a line."""
+
+    steps = 2
+    clip = 0.5
+
+    def __init__(self, net: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        self.net = net
+        self.optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+        self.batches = [(torch.randn(8, 6, dtype=dtype), torch.randn(8, 3, dtype=dtype)) for _ in range(self.steps)]
+
+    def run(self, folder: Path) -> None:
+        with fpipe.record_run(folder, net=self.net, optimizer=self.optimizer) as record:
+            self.train(record.step, record.microbatch, record.clipped)
+
+    def train(self, step: Any, microbatch: Any, clipped: Callable[[Any], None]) -> None:
+        for x, t in self.batches:
+            with step((x, t), rule="AdamW", clip=self.clip, lr=0.01, weight_decay=0.1):
+                for k, pair in enumerate(self.cut(x, t)):
+                    with microbatch(pair):
+                        self.backward(k, *pair)
+                clipped(self.clip_grads())
+                self.optimizer.step()
+                self.zero_grad()
+
+    def cut(self, x: Tensor, t: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [*zip(x.split(2), t.split(2), strict=True)]
+
+    def backward(self, k: int, x: Tensor, t: Tensor) -> None:
+        (mse(self.net(x), t) / 4).backward()
+
+    def clip_grads(self) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.net.parameters(), self.clip)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def refusal(net: nn.Module, folder: Path) -> Any:
+    with pytest.raises(fpipe.GradientMismatch) as refused:
+        fpipe.compare_run(net, folder, loss=mse)
+    report: Any = refused.value.report
+    assert str(refused.value).startswith(f"{report.where}, {report.phase}")
+    return report
+
+
+def no_step(batch: Any, **update: Any) -> Any:
+    return nullcontext()
+
+
+def no_norm(norm: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_right_run_is_right(tmp_path: Path, dtype: torch.dtype):
+    net = make_net(dtype)
+    Loop(copy.deepcopy(net), dtype).run(tmp_path)
+    report = fpipe.compare_run(net, tmp_path, loss=mse)
+    assert (report.where, report.phase, report.mistake) == (None, None, None)
+    assert report.notes == ("The loss of a microbatch is 0.25 x the reference's.",)
+    assert len(report.leaves) > 200
+
+
+def test_recording_changes_no_bit_and_leaves_no_hook(tmp_path: Path):
+    nets, new_params = [make_net(), make_net()], list[dict[str, Tensor]]()
+    for index, net in enumerate(nets):
+        torch.manual_seed(1)
+        loop = Loop(net)
+        if index:
+            loop.run(tmp_path)
+        else:
+            loop.train(no_step, nullcontext, no_norm)
+        new_params.append(net.state_dict())
+    assert all(torch.equal(new_params[0][name], new_params[1][name]) for name in new_params[0])
+    hooks = "_forward_hooks", "_forward_pre_hooks"
+    assert not any(getattr(module, name) for module in nets[1].modules() for name in hooks)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank0-step{k}.safetensors" for k in range(2)]
+
+
+class HalvedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] / 2
+
+
+class Halving(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(HalvedGradient.apply(input))
+
+
+class CoarseLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(input).float()
+
+
+class TwiceBiased(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.bias
+
+
+class WithoutSkip(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def set_class(module: str, kind: type[nn.Module]) -> Callable[[nn.Module], None]:
+    return lambda net: setattr(net.get_submodule(module), "__class__", kind)
+
+
+MODULE_MISTAKES: list[tuple[Callable[[nn.Module], None], str, str, str]] = [
+    (lambda net: setattr(net.get_submodule("1.norm"), "eps", 1e-5), "1.norm", "forward", "its eps is 1e-05, not 1e-06"),
+    (set_class("2.up", CoarseLinear), "2.up", "forward", "it computes in bfloat16"),
+    (set_class("2.down", TwiceBiased), "2.down", "forward", "its bias is added 2 times"),
+    (set_class("2", WithoutSkip), "2", "forward", "its output is 0.4"),
+    (set_class("1.down", Halving), "1.down", "backward", "the gradient that it hands to 1.up is"),
+]
+
+
+@pytest.mark.parametrize(("change", "subject", "phase", "mistake"), MODULE_MISTAKES)
+def test_a_wrong_module_is_named(
+    tmp_path: Path, change: Callable[[nn.Module], None], subject: str, phase: str, mistake: str
+):
+    net = make_net()
+    wrong_net = copy.deepcopy(net)
+    change(wrong_net)
+    Loop(wrong_net).run(tmp_path)
+    report = refusal(net, tmp_path)
+    assert (report.where, report.phase) == (subject, phase)
+    assert mistake in report.mistake
+
+
+class Overwriting(Loop):
+    def backward(self, k: int, x: Tensor, t: Tensor) -> None:
+        self.optimizer.zero_grad()
+        super().backward(k, x, t)
+
+
+class Dropping(Loop):
+    def cut(self, x: Tensor, t: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return super().cut(x, t)[:-1]
+
+
+class Mixing(Loop):
+    def cut(self, x: Tensor, t: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return super().cut(x, t.flip(0))
+
+
+class Weighing(Loop):
+    def backward(self, k: int, x: Tensor, t: Tensor) -> None:
+        ((k + 1) * mse(self.net(x), t)).backward()
+
+
+class Detaching(Loop):
+    def backward(self, k: int, x: Tensor, t: Tensor) -> None:
+        former = {name: None if p.grad is None else p.grad.clone() for name, p in self.net.named_parameters()}
+        super().backward(k, x, t)
+        if k == 2:
+            for name, param in self.net.named_parameters():
+                param.grad = former[name]
+
+
+class KeepingGradients(Loop):
+    def zero_grad(self) -> None:
+        pass
+
+
+class ClippingEach(Loop):
+    def clip_grads(self) -> Tensor:
+        norm = nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
+        for param in self.net.parameters():
+            nn.utils.clip_grad_norm_(param, self.clip / 10)
+        return norm
+
+
+class Unclipped(Loop):
+    def clip_grads(self) -> Tensor:
+        return nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
+
+
+class NormOfFirst(Loop):
+    def clip_grads(self) -> Tensor:
+        norm = nn.utils.get_total_norm([p.grad for p in [*self.net.parameters()][1:] if p.grad is not None])
+        for param in self.net.parameters():
+            assert param.grad is not None
+            param.grad *= self.clip / (norm + 1e-6)
+        return norm
+
+
+class WithoutDecay(Loop):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+
+class OtherRate(Loop):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.optimizer.param_groups[0]["lr"] = 0.02
+
+
+class Coupled(Loop):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.1)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Restoring(Loop):
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.optimizer.state[next(iter(self.net.parameters()))]["step"] += 1
+
+
+LOOP_MISTAKES: list[tuple[type[Loop], str, str, str]] = [
+    (Overwriting, "0.weight", "accumulation", "microbatch 1 overwrites the gradients of those before"),
+    (Dropping, "tensor 0 of the batch of rank 0", "batch", "2 of its 8 rows are in no microbatch"),
+    (Mixing, "rank 0", "batch", "rows are combined with inputs, targets or masks of other rows"),
+    (Weighing, "the loss", "loss", "the losses of the microbatches are 1, 2, 3, 4 x the reference's"),
+    (Detaching, "0.weight", "accumulation", "microbatch 2 adds nothing"),
+    (KeepingGradients, "3.weight", "accumulation", "gradients of the step before are still in it"),
+    (ClippingEach, "the clip", "clip", "each by a factor of its own"),
+    (Unclipped, "the clip", "clip", "gradients are not clipped"),
+    (NormOfFirst, "the norm", "norm", "0.weight is left out"),
+    (WithoutDecay, "0.weight", "update", "there is no weight decay"),
+    (OtherRate, "0.weight", "update", "the learning rate is 0.02, not 0.01"),
+    (Coupled, "0.weight", "update", "it is Adam, not AdamW"),
+    (Restoring, "0.weight", "update", "its step is not that of AdamW"),
+]
+
+
+@pytest.mark.parametrize(("loop", "subject", "phase", "mistake"), LOOP_MISTAKES)
+def test_a_wrong_loop_is_named(tmp_path: Path, loop: type[Loop], subject: str, phase: str, mistake: str):
+    net = make_net()
+    loop(copy.deepcopy(net)).run(tmp_path)
+    report = refusal(net, tmp_path)
+    assert (report.where, report.phase) == (subject, phase)
+    assert mistake in report.mistake
+
+
+def test_damaged_records_are_refused(tmp_path: Path):
+    net = make_net()
+    Loop(copy.deepcopy(net)).run(tmp_path)
+    files = [tmp_path / f"rank0-step{k}.safetensors" for k in range(2)]
+    with pytest.raises(ValueError, match="has a record of rank 0 already"):
+        Loop(net).run(tmp_path)
+    with pytest.raises(ValueError, match="holds no record"):
+        fpipe.compare_run(net, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"has a parameter '3\.weight', which the net lacks"):
+        fpipe.compare_run(net[:3], tmp_path)
+    file_bytes = files[0].read_bytes()
+    files[0].write_bytes(file_bytes[:-10])
+    with pytest.raises(ValueError, match="is no file in the safetensors format"):
+        fpipe.compare_run(net, tmp_path)
+    files[0].unlink()
+    with pytest.raises(ValueError, match="lacks a tensor: an earlier file"):
+        fpipe.compare_run(net, tmp_path)
+    files[0].write_bytes(files[1].read_bytes())
+    with pytest.raises(ValueError, match="holds rank 0, step 1"):
+        fpipe.compare_run(net, tmp_path)
