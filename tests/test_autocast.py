@@ -138,6 +138,18 @@ def test_backwards_run_outside_autocast(kind: str, options: dict[str, Any] | Non
     assert [name for name, leaf in net.named_parameters() if not torch.equal(leaf.grad, grads[name])] == []
 
 
+@pytest.mark.parametrize("trace", [True, False])
+def test_results_of_the_other_half_precision_are_joined_under_autocast(trace: bool):
+    """Used to be refused, with equal shapes in the error: torch.cat takes no float16 under autocast to bfloat16."""
+    model = fpipe.from_functions([lambda p, x: (x @ p).half()], loss=lambda y, target: MSE(y.float(), target))
+    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model, autocast=torch.bfloat16, trace=trace)
+    weight, batch = torch.rand(8, 8), rows(8)
+    assert step((weight,), batch).outputs.dtype is torch.float16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fpipe.verify(program, model, (weight,), batch).bitwise
+
+
 def train_on_two(rank: int) -> list[str]:
     net, batch = net_of(2), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.meaning.by_autograd import Leaves, Rule, StepContext, backward, forward, weight_gradient
 from fpipe.meaning.devices import move_tensor
+from fpipe.meaning.purity.ambient import outside_autocast
 from fpipe.meaning.purity.write_guard import is_strided
 from fpipe.meaning.single_device.microbatch import (
     count_batch_rows,
@@ -160,6 +161,7 @@ def make_cast(op: Op) -> Callable[[Any], Any]:
     return cast
 
 
+@outside_autocast()
 def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """Define MERGE: add losses and counts, and join outputs; or join gradients of the inputs or of single rows."""
     settings, written_names = dict(op.options), {value.name for value in op.writes}

@@ -13,11 +13,13 @@ from fpipe import tree
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.optimizers.optimizer_state import UpdateSettings, names_of_leaves, update_settings
 from fpipe.meaning.optimizers.rules import RuleSettings, State, apply_rule, as_number_by_name
+from fpipe.meaning.purity.ambient import outside_autocast
 from fpipe.meaning.purity.write_guard import with_layout_of
 from fpipe.model import Model
 from fpipe.program import Op
 
 
+@outside_autocast()
 def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """Define UPDATE: step each leaf with a gradient by the rule and the settings of its name; keep the others."""
     update = update_settings(op.options)
@@ -125,6 +127,7 @@ def _grads_of_rule(
 Packed = tuple[tuple[tuple[int, ...], Tensor], ...]
 
 
+@outside_autocast()
 def take_norms(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """Define NORM: the norms of a stage's gradients, or of all stages, as `torch.nn.utils.clip_grad_norm_` takes them.
 
@@ -179,6 +182,7 @@ def _total_of_squares(args: Sequence[Any]) -> Tensor:
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
 
+@outside_autocast()
 def validate(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """Define VALIDATE: whether a norm is below the clip; or whether all gradients are finite, and the next loss scale.
 
@@ -197,6 +201,7 @@ def validate(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]
     return [valid, (next_scale, torch.where(valid & ~grows, steps + 1, torch.zeros_like(steps)))]
 
 
+@outside_autocast()
 def unscale(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """Define UNSCALE: divide gradients by the loss scale, and return 1.0 if one is not finite, else 0.0."""
     grads, (scale, _) = args

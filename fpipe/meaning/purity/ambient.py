@@ -141,9 +141,10 @@ def _without_casts() -> Generator[None]:
 
 @contextmanager
 def outside_autocast() -> Generator[None]:
-    """Switch autocast off in this context, in which a backward runs, as torch advises."""
+    """Switch autocast off for all but forwards, as torch advises: backwards, norms, updates, joined results."""
     # Under autocast the gradient of an op that autocast had left alone would be computed in the lower precision. Ops
-    # that were cast have their dtype already, and a recomputed forward switches its autocast on again itself.
+    # that were cast have their dtype already, and a recomputed forward switches its autocast on again itself. Nor can
+    # torch.cat and torch.stack join tensors of the other half precision there.
     with ExitStack() as stack:
         for device_type in _DEVICE_TYPES:
             if torch.is_autocast_enabled(device_type):

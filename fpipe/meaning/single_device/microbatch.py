@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree as trees
+from fpipe.meaning.purity.ambient import outside_autocast
 from fpipe.meaning.purity.write_guard import is_strided, layout_of
 from fpipe.transforms.specs import Chunk, Sum, as_spec
 
@@ -219,6 +220,7 @@ def spec_per_leaf(spec: Any, tree: Any, label: Label = "batch") -> list[Any]:
 # Tensors are concatenated along their rows. Results without rows are added, averaged, or must be equal in all.
 
 
+@outside_autocast()
 def join(
     parts: Sequence[Any], weights: Sequence[float] | None = None, spec: Any = None, *, label: str = "outputs"
 ) -> Any:
@@ -299,6 +301,7 @@ def join_slices(
     return _join_columns(parts, dims, from_last=True)
 
 
+@outside_autocast()
 def _join_columns(parts: Sequence[Sequence[Any]], dims: Sequence[int | None], from_last: bool = False) -> list[Any]:
     """Concatenate the gradients of each leaf along its dimension, or add them if it has none."""
     # Backwards of slices run from the last to the first, so sums over slices start at the last (`from_last`).

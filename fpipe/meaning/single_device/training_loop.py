@@ -24,6 +24,7 @@ from fpipe.meaning.optimizers.rules import (
     with_numbers,
     without_foreach,
 )
+from fpipe.meaning.purity.ambient import outside_autocast
 from fpipe.meaning.single_device.params_and_state import net_order
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model
@@ -35,6 +36,7 @@ TakeNorm = Callable[[Sequence[Tensor]], Tensor]
 """Function that returns the norm of all gradients, given in the net's order."""
 
 
+@outside_autocast()
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
     """Return the norm of gradients as `torch.nn.utils.clip_grad_norm_` computes it."""
     return torch.nn.utils.get_total_norm([*grads], foreach=False)
