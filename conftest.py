@@ -63,7 +63,7 @@ SLOW = {
         plan_run plot post_validation pure random readme references safe_saves same_step schedules
         search search_memory searched shard sharded shards_inside_stages signatures slices state
         state_dict steps testing threads ties_and_skips torch_runtime traces train_gpt written_buffers
-        transformers_trainer untraced_processes update verify words
+        transformers_trainer untraced_processes update verify vision_language words
     """,
     "property_tests": """
         derivative_laws distributed_laws gradients language_laws linearize_laws schedule_laws

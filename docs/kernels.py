@@ -12,15 +12,16 @@ PAGE = Path(__file__).with_suffix(".md")
 
 HEAD = """# Kernels
 
-*Reference.* For whoever trains a model with more than plain layers: attention kernels, Python with a gradient of its own, compiled blocks, quantized weights. Each row is a block inside a net of three stages under ZB-H1. `tests/test_kernels.py` compares loss and gradients with plain autograd on the CPU; `make kernels-page` writes the table.
+*Reference.* For whoever trains with more than plain layers. Each row is a block in a net of three stages under ZB-H1, compared with plain autograd on the CPU by `tests/test_kernels.py`; `make kernels-page` writes the table.
 
 - *bitwise*: plain autograd's bits, and the stage is traced.
-- *one operation*: `from_module` keeps the module's Python as one operation of its stage; a warning names the reason and the line. The stage is traced even so, unless the row says *under autograd*, with the reason of the warning; then its `W` computes nothing.
-- *refused*: the error, which quotes the line.
+- *one operation*: `from_module` keeps the module's Python as one operation of its stage, and a warning says why and where. The stage is traced, unless it runs *under autograd*.
+- *under autograd*: the reason of a warning; the stage's `W` computes nothing.
+- *refused*: the error, with the line.
 
-FlexAttention has no backward on the CPU, which its rows switch on. On a GPU only `compile=True` fuses it.
+Of FlexAttention torch has no backward on the CPU; the rows switch its check off.
 
-| kernel | `from_functions`, `from_sequential` | `from_module` |
+| kernel | `from_functions`, `from_sequential` | `from_module` (=: the same) |
 |---|---|---|
 """  # noqa: E501
 
@@ -35,7 +36,7 @@ def main() -> None:
 def row_of(name: str) -> str:
     """Return the row of a kernel: how each front door runs it."""
     cells = [outcome(KERNELS[name], door).replace("\n", " ").replace("|", "\\|") for door in DOORS]
-    return f"| {name} | {cells[0]} | {'same' if cells[1] == cells[0] else cells[1]} |\n"
+    return f"| {name} | {cells[0]} | {'=' if cells[1] == cells[0] else cells[1]} |\n"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Every kernel of `tests.kernels` through two front doors, against plain autograd and against its row of the page."""
 
+import pickle
 import re
 from typing import Any
 
@@ -7,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from docs.kernels import PAGE, row_of
+from fpipe import tree
 from property_tests.bits import is_same_gradient
-from tests.kernels import KERNELS, LENGTH, WIDTH, causal_attention
+from tests.kernels import KERNELS, LENGTH, WIDTH, causal, causal_attention
 from tests.toys import Toy
 
 ROWS = {line.split(" | ")[0].removeprefix("| "): f"{line}\n" for line in PAGE.read_text().splitlines()}
@@ -74,3 +77,46 @@ def test_another_flag_of_kernels_is_refused_by_name() -> None:
     batch = (torch.randn(4, WIDTH),) * 2
     with pytest.raises(ValueError, match="the net sets deterministic_algorithms as it runs, which no trace keeps"):
         fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+
+
+def test_a_block_mask_in_the_batch_is_refused_with_a_way_out() -> None:
+    """Its function takes the index of a row in the whole batch, and no split knows which tensors it reads."""
+    mask = flex_attention.create_block_mask(causal, 4, None, LENGTH, LENGTH, device="cpu")
+    model = fpipe.from_functions([lambda p, x: x[0] * p["w"]], loss=F.mse_loss)
+    batch = ((torch.ones(4, WIDTH), mask), torch.ones(4, WIDTH))
+    with pytest.raises(TypeError, match="Make it in the stage, by create_block_mask on tensors of the"):
+        fpipe.build(fpipe.program(model), model)(({"w": torch.ones(WIDTH)},), batch)
+
+
+def test_a_copied_model_finds_its_functions() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), KERNELS["autograd.Function: gradient reversal"]())
+    batch = (torch.randn(4, WIDTH),) * 2
+    model, params, _ = fpipe.from_module(net, cuts=["0"], loss=F.mse_loss, example=batch)
+    expected = fpipe.build(fpipe.program(model), model)(params, batch)
+    copy = pickle.loads(pickle.dumps(model))
+    del model
+    result = fpipe.build(fpipe.program(copy), copy)(params, batch)
+    assert all(map(torch.equal, tree.leaves(result.grads), tree.leaves(expected.grads)))
+
+
+def recompute(module: Any, x: Tensor) -> Any:
+    factor = 2 if x.sum() > 0 else 3
+    return checkpoint(lambda y: module.a(module.b(y).sin()) * factor, x, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:The Python of", "ignore:a stage runs under autograd")
+def test_a_checkpoint_in_an_opaque_module_recomputes_with_the_parameters_of_the_step() -> None:
+    """Used to recompute with the parameters of the net: wrong gradients without a word, once a step had others."""
+    torch.manual_seed(0)
+    block = Toy(recompute, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))
+    net, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), block), (torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+    model, params, _ = fpipe.from_module(net, cuts=["0"], loss=F.mse_loss, example=batch)
+    next_params = tuple({name: leaf * 1.5 for name, leaf in stage.items()} for stage in params)
+    result = fpipe.build(fpipe.program(model), model)(next_params, batch)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.mul_(1.5)
+    F.mse_loss(net(batch[0]), batch[1]).backward()
+    grads = fpipe.join_params(model, result.grads)
+    assert all(is_same_gradient(grads[name], param.grad) for name, param in net.named_parameters())

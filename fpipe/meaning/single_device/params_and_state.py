@@ -220,9 +220,12 @@ def check_batch(batch: Any) -> None:
             )
         tensor_path = _find_tensor(leaf)
         if tensor_path is not None:
+            # The function of a mask takes the index of a row in the whole batch, which a split would change.
+            is_mask = type(leaf).__name__ == "BlockMask"
+            advice = "Hand in a dict, or call register_pytree_node."
+            advice = "Make it in the stage, by create_block_mask on tensors of the batch." if is_mask else advice
             raise TypeError(
-                f"{path} is a {type(leaf).__name__}, no pytree, and holds a tensor ({tensor_path}). Hand in "
-                "a dict, or call register_pytree_node."
+                f"{path} is a {type(leaf).__name__}, no pytree, and holds a tensor ({tensor_path}). {advice}"
             )
 
 

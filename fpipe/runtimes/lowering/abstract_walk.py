@@ -137,13 +137,14 @@ def infer_shapes(
     inputs: Mapping[Value, AbstractTree],
     untraced: UntracedStages,
     hoists: bool,
+    integers: Mapping[int, Tensor],
 ) -> Shapes:
-    """Return all that can be known of a program before it runs; `hoists` is as of `Cut`.
+    """Return all that can be known of a program before it runs; `hoists` is as of `Cut`, `integers` as of `DryRuns`.
 
     Raises:
         Untraceable: a shape depends on data.
     """
-    walk = _AbstractWalk(ops, context, inputs, untraced, hoists)
+    walk = _AbstractWalk(ops, context, inputs, untraced, hoists, integers)
     for op in ops:
         walk.infer_writes(op)
     walk.cut_remaining()
@@ -160,12 +161,13 @@ class _AbstractWalk:
         inputs: Mapping[Value, AbstractTree],
         untraced: UntracedStages,
         hoists: bool,
+        integers: Mapping[int, Tensor],
     ) -> None:
         self._context, self._model, self._untraced, self._fake = context, context.model, untraced, fake_mode()
         self._copies = copies_of(ops, context.moves)
         self._calls = StageCalls(context, untraced.existing_traces_only, hoists)
         allows_sparse = bool(sparse_gradients(ops, untraced.stages))
-        self._trees, self._dry_runs = {**inputs}, DryRuns(context, allows_sparse)
+        self._trees, self._dry_runs = {**inputs}, DryRuns(context, allows_sparse, integers)
         self._runs: dict[Coordinates, StageRun] = {}
         self._cuts: dict[Coordinates, Cut] = {}
         self._storage_maps: dict[Op, StorageMap] = {}

@@ -76,6 +76,7 @@ def lower(
     inputs: Mapping[Value, AbstractTree],
     untraced: UntracedStages,
     options: StepOptions,
+    integers: Mapping[int, Tensor],
 ) -> Lowered:
     """Lower a program to instructions.
 
@@ -85,6 +86,7 @@ def lower(
         inputs: the abstract trees of its inputs.
         untraced: the stages to run under plain autograd; those whose shapes depend on data are added.
         options: how the step was built.
+        integers: the integer tensors of the batch, by storage number.
 
     Raises:
         Untraceable: something in it cannot be known before it runs.
@@ -94,7 +96,7 @@ def lower(
     refuse_unknown_rows(program, context.model)
     with building():
         # 1. Shapes and memory of every value; stages are traced and cut on the way.
-        shapes = infer_shapes(ops, context, inputs, untraced, options.hoist)
+        shapes = infer_shapes(ops, context, inputs, untraced, options.hoist, integers)
         # 2. Memory that no instruction may write: arguments (unless donated), constants of stages, and the loss's
         #    cotangent, which all microbatches of one weight share.
         leaves = chain.from_iterable(abstract.leaves for abstract in inputs.values())

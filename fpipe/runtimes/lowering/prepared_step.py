@@ -39,6 +39,7 @@ from fpipe.runtimes.lowering.slots import (
     nets_of,
 )
 from fpipe.runtimes.lowering.stage_calls import UntracedStages
+from fpipe.torch_internals import storage_of
 
 _MEANS_OVER_LABELS: Any = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
 _MEAN = 1  # torch's number of reduction="mean"
@@ -86,7 +87,10 @@ class PreparedStep:
         if process.first_microbatch is not None:
             context = replace(context, first_microbatch=process.first_microbatch)
         input_trees = {**input_leaves.trees, **_constants_of(model, storages)}
-        lowered = lower(program, context, input_trees, untraced, options)
+        batch_leaves = [leaf for leaf in tree.leaves(inputs.batch) if isinstance(leaf, Tensor) and not leaf.is_meta]
+        batch_leaves = [leaf for leaf in batch_leaves if not (leaf.is_floating_point() or leaf.is_complex())]
+        integers = {storages[storage_of(leaf)]: leaf for leaf in batch_leaves if storage_of(leaf) in storages}
+        lowered = lower(program, context, input_trees, untraced, options, integers)
         self.program, self.model, self.options = program, model, options
         self.context, self.untraced, self.lowered = context, untraced, lowered
         self.leaf_devices, self.shared = input_leaves.leaf_devices, input_leaves.shared

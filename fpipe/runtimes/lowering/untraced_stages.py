@@ -47,10 +47,16 @@ Results = Mapping[tuple[str, int], AbstractTree]
 
 
 class DryRuns:
-    """Runs of a program's stages on zeros, one for all microbatches with equal shapes."""
+    """Runs of a program's stages on zeros, one for all microbatches with equal shapes.
 
-    def __init__(self, context: StepContext, allows_sparse: bool = False) -> None:
-        self._allows_sparse = allows_sparse
+    Args:
+        context: the facts of the step.
+        allows_sparse: whether gradients of parameters may be sparse.
+        integers: the integer tensors of the batch by storage number: lengths and sizes of zeros would be no example.
+    """
+
+    def __init__(self, context: StepContext, allows_sparse: bool, integers: Mapping[int, Tensor]) -> None:
+        self._allows_sparse, self._integers = allows_sparse, integers
         alone = replace(context.model, stages=tuple(map(_without_exchange, context.model.stages)))
         self._context = replace(context, model=alone, key=context.key or 0, watch_saved=False)
         self._sizes: dict[Value, Tensor] = {}
@@ -86,10 +92,17 @@ class DryRuns:
         tensor.view(-1)[0] = rows.aval.shape[0]
 
     def _zeros(self, value: Value, abstract: AbstractTree) -> Any:
-        leaves = [zeros(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in abstract.leaves]
+        leaves = [self._example_of(leaf) if isinstance(leaf, Fact) else leaf for leaf in abstract.leaves]
         if value in self._sizes:
             leaves[-1] = self._sizes[value].clone()
         return unflatten_value(abstract, leaves)
+
+    def _example_of(self, fact: Fact) -> Tensor:
+        batch_leaf = self._integers.get(fact.storage)
+        if batch_leaf is None or batch_leaf.dtype != fact.aval.dtype:
+            return zeros(fact.aval)
+        # A microbatch is a view of the batch, so its fact says where it lies.
+        return batch_leaf.as_strided(fact.aval.shape, fact.aval.stride, fact.offset).clone()
 
     def _cached_run(self, op: Op, reads: Sequence[AbstractTree]) -> Results:
         # The key of a run: everything that its results depend on. Microbatches with equal shapes share one.
