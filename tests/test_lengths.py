@@ -208,39 +208,39 @@ test_refusals = refusals(
     globals(),
     """
 fpipe.pack(ROWS, tokens=2)
-    ValueError: row 0 has 3 tokens, and a microbatch 1 to 2. Cut it, or raise tokens=.
+    ValueError: row 0 has 3 tokens, not 1 to 2: cut it.
 fpipe.pack([], tokens=2)
     ValueError: there are no rows to pack.
 fpipe.pack(ROWS, tokens=0)
     ValueError: tokens is a whole number, at least 1; found 0.
 fpipe.pack(ROWS, tokens=3, multiple=4)
-    ValueError: 2 rows cannot fill 4 microbatches, a multiple of 4: hand in more rows, or leave multiple= out.
+    ValueError: 2 rows cannot fill 4 microbatches, a multiple of 4.
 fpipe.pack([(torch.ones(3), torch.ones(2))], tokens=3)
-    ValueError: tensors of a row have one length; found {'[0]': 3, '[1]': 2} in row 0.
+    ValueError: row 0 has several lengths: {'[0]': 3, '[1]': 2}.
 fpipe.pack([torch.ones(3), torch.ones(3, 2)], tokens=3)
-    ValueError: row 1 has other names, dtypes or widths than row 0; all rows are of one kind.
+    ValueError: row 1 has other names, dtypes or widths than row 0.
 fpipe.pack([[1, 2]], tokens=3)
-    TypeError: a row is a tensor, a dict of tensors, or a pair of these; found list.
+    TypeError: a row is a tensor, dict or pair; found list.
 fpipe.pack([{"x": [1, 2]}], tokens=3)
     TypeError: row 0['x'][0] is no tensor with a length: 1.
 fpipe.pack([{"position_ids": ROWS[0]}], tokens=3)
-    ValueError: a row has 'position_ids' already, which pack adds: leave it out.
+    ValueError: a row has 'position_ids', which pack adds.
 fpipe.pad((torch.ones(2, 3), torch.ones(2)), to=[1, 2])
-    ValueError: the batch has length 3, and the longest of to= is 2.
+    ValueError: the batch has length 3, above to=2.
 fpipe.pad((torch.ones(2, 3), torch.ones(2, 4)), to=8)
-    ValueError: inputs has length 3 and target 4: say Replicate() in spec= for a tensor that is not padded.
+    ValueError: inputs has length 3, target 4: say Replicate() in spec=.
 fpipe.pad((torch.ones(2), torch.ones(2)), to=8)
-    ValueError: no tensor of the batch has the dimension to pad: say dim= or spec=.
+    ValueError: no tensor has the dimension to pad: say dim= or spec=.
 fpipe.pad((torch.ones(2, 3), None), to=1.0)
     ValueError: to is a whole number, a float above 1 or a list of lengths; found 1.0.
 STEP(make_params(), documents()[0])
-    ValueError: a step whose program is a function takes a list of microbatches, (inputs, target) each; found tuple.
+    ValueError: a batch is a list of pairs (inputs, target); found tuple.
 STEP(make_params(), [])
-    ValueError: the batch has no microbatches, and a program has at least one.
+    ValueError: the batch has no microbatches.
 fpipe.build(lambda m: program_of(2), MODEL)(make_params(), fpipe.pack(documents(), 12))
-    ValueError: for 3 microbatches the function made a program of 2, cut already: say lambda m: .. split(m,
+    ValueError: the function made a program of 2 microbatches, not 3.
 fpipe.build(lambda m: fpipe.split(m)(fpipe.program(MODEL)), MODEL)(make_params(), fpipe.pack(documents(), 12))
-    ValueError: for 3 microbatches the function made a program of 3, which it cuts itself
+    ValueError: the program cuts the batch: say split(m, presplit=True).
 """,
 )
 

@@ -1,5 +1,6 @@
 """Ranks learn numbers and lengths of microbatches from a header, and replicas may have unlike numbers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
+from fpipe.meaning.step import StepOptions
+from fpipe.runtimes.processes.step_header import refuse_one_count
 from tests.processes import Processes, time_call
+from tests.refusals import refusals
 from tests.test_distributed import local_part, to_meta
 from tests.test_lengths import LENGTHS, attend, by_hand, cross_entropy, documents, embed, make_params
 
@@ -188,7 +192,7 @@ def count_microbatches_of_replicas(rank: int) -> bool:
 
 
 def test_microbatches_are_counted_over_replicas_of_unlike_numbers(pair: Processes):
-    """Two replicas could draw alike if each of them counted from its number alone."""
+    """Replicas that counted from equal numbers would draw alike."""
     assert pair.run(count_microbatches_of_replicas) == [True] * 2
 
 
@@ -222,13 +226,31 @@ def hand_in_mistake(rank: int, mistake: str) -> str:
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     {
-        "counts": "rank 1 was handed 1 microbatches, and rank 0 3. All ranks of a replica pass one batch, or None.",
+        "counts": "rank 1 was handed 1 microbatches, and rank 0 3.",
         "none": "no rank was handed a batch.",
         "schedule": "rank 1 differs from rank 0 in its program",
-        "exchanges": "with 1 microbatches replicas exchange",
+        "exchanges": "1 microbatches exchange",
     }.items(),
 )
 def test_a_mistake_with_numbers_of_microbatches_is_named_on_all_ranks(pair: Processes, mistake: str, sentence: str):
     for outcome in pair.run(hand_in_mistake, mistake):
         assert outcome.startswith("ValueError: ")
         assert sentence in outcome
+
+
+def refuse(*axes: str, **options: bool) -> None:
+    lane: Any = SimpleNamespace(groups=axes)
+    refuse_one_count(lane, StepOptions(**options), lane)
+
+
+test_refusals = refusals(
+    globals(),
+    """
+refuse("ep")
+    ValueError: stages exchange along an axis: build a program, not a function.
+refuse(graph=True)
+    ValueError: graph=True with replicas: build a program, not a function.
+fpipe.build(lambda m: program_of(ONE_STAGE, m), ONE_STAGE, runtime="distributed")
+    ValueError: runtime='distributed' needs example=(params, batch), for which meta tensors will do
+""",
+)

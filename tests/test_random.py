@@ -209,6 +209,15 @@ def autograd_step(stage: Any, params: Any, batch: Any, key: int) -> tuple[Tensor
     return total, [leaves["w"].grad for leaves in stage_leaves]
 
 
+def test_a_step_whose_function_asks_for_its_key_is_built_for_an_example():
+    """The build used to ask for a key, which it does not take."""
+    model, params, batch = stages_and_batch(draw_from_key)
+    step = fpipe.build(merged(model, 3), model, example=(params, batch))
+    with pytest.warns(UserWarning, match="it asks for its key"):
+        result = step(params, batch, key=KEY)
+    assert_autograd_bits([result], draw_from_key, params, batch, [KEY])
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_function_may_ask_for_its_key(policy: str):
     """Used to lose the key in the third step. Such a stage runs under autograd."""

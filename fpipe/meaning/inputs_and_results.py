@@ -33,6 +33,11 @@ def check_inputs(program: Program, model: Model, inputs: StepInputs) -> None:
     check_state(model, inputs.state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
 
 
+def example_key(program: Program) -> int | None:
+    """Return a random key to trace a step with, which no trace depends on; None if no stage asks for one."""
+    return 0 if any(value.name == "key" for value, _ in program.inputs) else None
+
+
 def bind_inputs(program: Program, model: Model, inputs: StepInputs) -> dict[Value, Any]:
     """Return the caller's values by the names that the program reads.
 

@@ -30,10 +30,7 @@ def count_microbatches(batch: Any) -> int:
     streams: Any = (None, None) if batch is None else batch
     is_pair = isinstance(streams, tuple) and len(streams) == 2  # pyright: ignore[reportUnknownArgumentType]
     if not is_pair or not all(stream is None or isinstance(stream, list | tuple) for stream in streams):
-        raise ValueError(
-            "a step whose program is a function takes a list of microbatches, (inputs, target) each; found "
-            f"{type(batch).__name__}."
-        )
+        raise ValueError(f"a batch is a list of pairs (inputs, target); found {type(batch).__name__}.")
     return max(0 if stream is None else len(stream) for stream in streams)
 
 
@@ -44,15 +41,13 @@ def program_of_count(make_program: ProgramOfCount, count: int) -> Program:
         ValueError: it is not split into so many, or cuts the batch itself.
     """
     if not count:
-        raise ValueError("the batch has no microbatches, and a program has at least one.")
+        raise ValueError("the batch has no microbatches.")
     program = require_program(make_program(count))
     split_settings = next((dict(op.options) for op in program.ops if op.kind == "SPLIT"), {})
-    if program.microbatches != count or "presplit" not in split_settings:
-        raise ValueError(
-            f"for {count} microbatches the function made a program of {program.microbatches}, "
-            f"{'cut already' if 'presplit' in split_settings else 'which it cuts itself'}: say lambda m: .. "
-            "split(m, presplit=True)."
-        )
+    if program.microbatches != count:
+        raise ValueError(f"the function made a program of {program.microbatches} microbatches, not {count}.")
+    if "presplit" not in split_settings:
+        raise ValueError("the program cuts the batch: say split(m, presplit=True).")
     return program
 
 

@@ -57,7 +57,7 @@ def pack(rows: Sequence[Any], tokens: int, *, multiple: int = 1) -> list[Any]:
     for index, (leaves, containers) in enumerate(flat_rows):
         first_leaves, first_containers = flat_rows[0]
         if containers != first_containers or [*map(_kind_of, leaves)] != [*map(_kind_of, first_leaves)]:
-            raise ValueError(f"row {index} has other names, dtypes or widths than row 0; all rows are of one kind.")
+            raise ValueError(f"row {index} has other names, dtypes or widths than row 0.")
     microbatches: list[Any] = []
     for documents in _assign_rows(lengths, tokens, multiple):
         columns = zip(*(flat_rows[index][0] for index in documents), strict=True)
@@ -73,10 +73,10 @@ def _name_inputs(row: Any) -> Any:
     inputs = row[0] if isinstance(row, tuple) and len(row) == 2 else row  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     if not isinstance(inputs, dict):
-        raise TypeError(f"a row is a tensor, a dict of tensors, or a pair of these; found {type(inputs).__name__}.")  # pyright: ignore[reportUnknownArgumentType]
+        raise TypeError(f"a row is a tensor, dict or pair; found {type(inputs).__name__}.")  # pyright: ignore[reportUnknownArgumentType]
     for name in _DOCUMENT_LEAVES:
         if name in inputs:
-            raise ValueError(f"a row has {name!r} already, which pack adds: leave it out.")
+            raise ValueError(f"a row has {name!r}, which pack adds.")
     return inputs if inputs is row else (inputs, row[1]) if isinstance(row, tuple) else inputs
 
 
@@ -94,10 +94,10 @@ def _length_of_row(rows: Sequence[Any], index: int, tokens: int) -> int:
         length_by_path[path] = len(leaf)
     lengths = {*length_by_path.values()}
     if len(lengths) != 1:
-        raise ValueError(f"tensors of a row have one length; found {length_by_path} in row {index}.")
+        raise ValueError(f"row {index} has several lengths: {length_by_path}.")
     (length,) = lengths
     if not 0 < length <= tokens:
-        raise ValueError(f"row {index} has {length} tokens, and a microbatch 1 to {tokens}. Cut it, or raise tokens=.")
+        raise ValueError(f"row {index} has {length} tokens, not 1 to {tokens}: cut it.")
     return length
 
 
@@ -129,10 +129,7 @@ def _assign_rows(lengths: Sequence[int], tokens: int, multiple: int) -> list[lis
         else:
             return sorted(map(sorted, rows_by_part))
         count += multiple
-    raise ValueError(
-        f"{len(lengths)} rows cannot fill {count} microbatches, a multiple of {multiple}: hand in more rows, or leave "
-        "multiple= out."
-    )
+    raise ValueError(f"{len(lengths)} rows cannot fill {count} microbatches, a multiple of {multiple}.")
 
 
 def _describe_documents(documents: Sequence[int], lengths: Sequence[int], device: torch.device) -> dict[str, Tensor]:

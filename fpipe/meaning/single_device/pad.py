@@ -86,13 +86,12 @@ def _shape_of_positions(part: Any, dims: Sequence[int | None]) -> torch.Size:
     leaves = [(path, leaf, dim) for (path, leaf), dim in zip(named_leaves(part, BATCH), dims, strict=True)]
     shape_by_path = {path: leaf.shape[: dim + 1] for path, leaf, dim in leaves if dim is not None}
     if not shape_by_path:
-        raise ValueError("no tensor of the batch has the dimension to pad: say dim= or spec=.")
+        raise ValueError("no tensor has the dimension to pad: say dim= or spec=.")
     first_path, first_shape = next(iter(shape_by_path.items()))
     for path, shape in shape_by_path.items():
         if shape[-1] != first_shape[-1]:
             raise ValueError(
-                f"{first_path} has length {first_shape[-1]} and {path} {shape[-1]}: say Replicate() in spec= for a "
-                "tensor that is not padded."
+                f"{first_path} has length {first_shape[-1]}, {path} {shape[-1]}: say Replicate() in spec=."
             )
     return first_shape
 
@@ -112,7 +111,7 @@ def _next_length(length: int, buckets: int | float | Sequence[int]) -> int:
     if not isinstance(buckets, Sequence) or not buckets:
         raise ValueError(f"to is a whole number, a float above 1 or a list of lengths; found {buckets!r}.")
     if length > max(buckets):
-        raise ValueError(f"the batch has length {length}, and the longest of to= is {max(buckets)}.")
+        raise ValueError(f"the batch has length {length}, above to={max(buckets)}.")
     return min(candidate for candidate in buckets if candidate >= length)
 
 

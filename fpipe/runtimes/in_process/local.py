@@ -15,6 +15,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.tracing.trace_cache import LRUCache
 from fpipe.meaning.devices import drop_duplicate_homes
+from fpipe.meaning.inputs_and_results import example_key
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable, dispatch_modes, in_fake_mode
 from fpipe.meaning.purity.fingerprint import StepChanged
@@ -87,7 +88,7 @@ def build_local_step(
         # What cannot be traced is no error yet: the first step will warn of it.
         with _TRACE_LOCK, suppress(Untraceable):
             params, batch, state = example
-            inputs = StepInputs(params, batch, state, example_optim(program, params))
+            inputs = StepInputs(params, batch, state, example_optim(program, params), example_key(program))
             inputs = with_device_numbers(inputs) if options.graph else inputs
             prepared = prepare(inputs, UntracedStages())
             prepared.compile()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.meaning.inputs_and_results import check_match
+from fpipe.meaning.inputs_and_results import check_match, example_key
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.step import Step, StepInputs, StepOptions
 from fpipe.meaning.step_by_count import ProgramOfCount
@@ -123,7 +123,7 @@ def build_rank_step(
             refuse_one_count(lane, step_options, replicas)
         groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
         shapes = StepInputs(*tree.tree_map(as_meta, (_fill_params(model, params), batch, state)))
-        shapes = replace(shapes, optim=example_optim(program, shapes.params))
+        shapes = replace(shapes, optim=example_optim(program, shapes.params), key=example_key(program))
         shapes = with_device_numbers(shapes, device) if step_options.graph else shapes
         if step_options.graph:
             refuse_uncapturable_messages(program, group, device)

@@ -168,8 +168,7 @@ def _count_of_header(header: Header) -> int:
     for rank, microbatches in count_by_rank.items():
         if microbatches != first_count:
             raise ValueError(
-                f"rank {rank} was handed {microbatches} microbatches, and rank {first_rank} {first_count}. All ranks "
-                "of a replica pass one batch, or None."
+                f"rank {rank} was handed {microbatches} microbatches, and rank {first_rank} {first_count}."
             )
     return first_count
 
@@ -190,17 +189,16 @@ def refuse_other_exchanges(program: Program, other_program: Program) -> None:
     if lines != other_lines:
         line, expected = first_difference(other_lines, lines)
         raise ValueError(
-            f"with {other_program.microbatches} microbatches replicas exchange {line}, and with "
-            f"{program.microbatches} {expected}: exchange once a step, not for each microbatch."
+            f"{other_program.microbatches} microbatches exchange {line}, and {program.microbatches} {expected}."
         )
 
 
 def refuse_one_count(lane: ExchangeLane, options: StepOptions, replicas: Replicas | None) -> None:
     """Raise ValueError for what several pipelines do at once, and so needs one program."""
     if lane.groups:
-        raise ValueError("stages that exchange along an axis need one number of microbatches: build a program.")
+        raise ValueError("stages exchange along an axis: build a program, not a function.")
     if options.graph and replicas is not None:
-        raise ValueError("graph=True with replicas needs one number of microbatches: build a program.")
+        raise ValueError("graph=True with replicas: build a program, not a function.")
 
 
 def claims_by_count(program: Program, claims: Claims) -> Claims:
