@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import fpipe
-from tests.fake_accelerator import COMPILER, Graph
+from tests.fake_accelerator import COMPILER, Graph, capture_call
 from tests.fake_accelerator.graph_scenarios import STEPS
 from tests.fake_accelerator.group import OrderedGroup
 from tests.fake_accelerator.process_graph_scenarios import PROCESS_GRAPH_SCENARIOS, batches_on
@@ -65,6 +66,43 @@ def test_a_rank_that_does_not_come_to_a_replay_is_named(pair: Processes):
     for message in pair.run(wait_for_rank_that_hangs):
         assert "rank 1 did not come to the end of the step in time" in message
         assert f"last seen after step {STEPS}" in message
+
+
+NAPS = list[float]()
+
+
+@torch.library.custom_op("fpipe_tests::doze", mutates_args=())
+def doze(x: Tensor) -> Tensor:
+    """Copy, and in a replay sleep for as long as the test says before it."""
+    if torch.get_device_module("fake").is_current_stream_capturing():
+        capture_call(lambda: time.sleep(NAPS.pop()) if NAPS else None)
+    return x.clone()
+
+
+doze.register_fake(torch.empty_like)
+doze.register_autograd(lambda context, grad: grad)
+
+
+def hang_in_a_replay(rank: int) -> str:
+    """Let rank 1 sleep in the graph of its first forward."""
+    device = torch.device("fake", rank)
+    model = fpipe.from_functions([lambda p, x: doze(x) * p["w"]] * 2, squares)
+    params = tuple({"w": torch.full((WIDTH,), 2.0, device=device)} for _ in range(2))
+    program, batches = pipeline_of(schedules.gpipe(2))(fpipe.program(model)), batches_on(device)
+    options: Any = {"mesh": mesh_of_two(), "example": (params, batches[0]), "graph": True, "audit": "never"}
+    step = fpipe.build(program, model, runtime="distributed", timeout=1.0, check_batch="never", **options)
+    local_params = fpipe.local_params(program, params, rank)
+    for batch in batches:
+        step(local_params, batch)
+    NAPS.extend([3.0] * rank)
+    with pytest.raises(fpipe.RankError) as caught:
+        step(local_params, batches[0])
+    return str(caught.value)
+
+
+def test_a_rank_that_hangs_in_a_replay_is_named_with_its_place(pair: Processes):
+    for message in pair.run(hang_in_a_replay):
+        assert f"last seen in its 1F0, in the graph of step {STEPS + 1}" in message
 
 
 def pass_different_keys(rank: int) -> str:

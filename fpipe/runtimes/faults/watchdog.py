@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ class PeerWait(NamedTuple):
         is_agreeing: whether the ranks of the step compare what they are about to do.
         patience: seconds to wait beyond the timeout.
         group: the process group that connects them, if there are several.
+        find_place: returns where in the phase this process is, such as "in its 1F3, ", and whether it waits there.
     """
 
     processes: tuple[int, ...]
@@ -56,6 +57,7 @@ class PeerWait(NamedTuple):
     is_agreeing: bool = False
     patience: float = 0.0
     group: Any = None
+    find_place: Callable[[], tuple[str, bool]] | None = None
 
 
 class Watchdog:
@@ -201,16 +203,19 @@ class Watchdog:
         # The main thread may assign these meanwhile, so each is read once.
         part, wait = self.part, self.wait
         group, build = self.key
-        description = f"at the start of step {self._step}" if self._step else "building the step"
+        description, is_waiting = f"at the start of step {self._step}" if self._step else "building the step", True
         if wait is not None and wait.phase:
             description = f"{wait.phase} step {self._step}" if wait.phase.endswith(" of") else wait.phase
+            if wait.find_place is not None:
+                place, is_waiting = wait.find_place()
+                description = place + description
         elif part is not None and part.instructions:
             description = f"in its {part.current_instruction().ops[0].cell} of step {self._step}"
         elif not self._is_running:
             description = f"after step {self._step}" if self._step else "after building the step"
         agreements, has_agreed = self.agreement_counts[self.key], part is not None or not self._is_running
         status = ProcessStatus(description, group, build, self._step, agreements, has_agreed=has_agreed)
-        if wait is None:
+        if wait is None or not is_waiting:
             return status
         return status._replace(is_agreeing=wait.is_agreeing, waits_for=self._peers(wait), omission=wait.omission)
 
@@ -234,7 +239,9 @@ class Watchdog:
             self._status_is_written, self._heartbeat_time = lasts, current_time
             self.faults.write_status(status._replace(heartbeat=int(current_time * 1e3)) if lasts else None)
         self._interrupt_times = [*self._interrupt_times, *[current_time] * interrupts] if self._is_running else []
-        if self.ended or not status.waits_for:
+        # A rank that computes in a graph waits for nobody, but its host can hear of a fault.
+        wait = self.wait
+        if self.ended or not (status.waits_for or (wait is not None and wait.find_place is not None)):
             return
         # 2. Python handles Ctrl-C only between bytecodes, so a wait in C would ignore it: end the run in its place.
         is_overdue = any(
@@ -275,7 +282,7 @@ class Watchdog:
 
     def _describe_late_ranks(self, status: ProcessStatus, seconds_unchanged: float) -> str:
         """Describe the processes that all others wait for, directly or not; empty before the timeout is over."""
-        if self.wait is None or seconds_unchanged < self._seconds + self.wait.patience:
+        if self.wait is None or not status.waits_for or seconds_unchanged < self._seconds + self.wait.patience:
             return ""
         # Follow the waits twice: a process that wrote that it waits may have died since, with its heartbeat unchanged.
         if self._first_trace is None:

@@ -6,18 +6,25 @@
 NCCL wants an operation to be captured by all of its processes or by none, and the same of its replays ("Using NCCL with
 CUDA Graphs" in its user guide). So all ranks capture in the same step of a signature, and are audited in the same
 steps. Headers of messages, hashes of batches and votes are work of the host around a replay.
+
+A replay runs no Python that could say where it is. So a graph copies the number of each instruction to pinned memory
+before it: the host reads there, without asking the device, in which op a rank hangs, and if it waits for others.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fpipe.program import Program, parts_of
+from fpipe.program import Op, Program, parts_of
 from fpipe.runtimes.capture.captured_step import CapturedStep
-from fpipe.runtimes.capture.device_graph import GraphStreams
+from fpipe.runtimes.capture.device_graph import GraphStreams, is_capturing
 from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import PeerWait
@@ -26,6 +33,8 @@ from fpipe.runtimes.lowering.rank_part import Slots, Tap
 from fpipe.runtimes.processes.rank_step import RankStep
 from fpipe.timing.simulate import simulate
 from fpipe.torch_private.processes import is_on_streams
+
+_COMPUTING = frozenset("FRBIW")
 
 
 class CapturedRankStep(CapturedStep, RankStep):
@@ -43,10 +52,23 @@ class CapturedRankStep(CapturedStep, RankStep):
         super().__init__(streams, *arguments)
         self._meeting, self._captured_header = meeting, torch.empty(0)
         peers = tuple(dist.get_process_group_ranks(self.group))
-        self._replay_wait = PeerWait(peers, "did not come to the end of the step", "in the graph of", group=self.group)
+        ops = [instruction.ops[0] for instruction in self.part.instructions]
+        self._numbers = torch.arange(len(ops), device=self.transfers.device)
+        self._reached_number = torch.zeros((), dtype=torch.int64, device="cpu").pin_memory()
+        # Messages are waited for in RECVs, and at the end; collectives in whatever reads their results.
+        has_collectives = self.replicas is not None or self.lowered.is_collective or bool(self.exchange_lines)
+        is_waiting = [has_collectives or op.kind not in _COMPUTING or op is ops[-1] for op in ops]
+        places = [(f"in its {op.cell}, ", waits) for op, waits in zip(ops, is_waiting, strict=True)]
+        # A view of numpy, since an op of torch would be work of the watchdog's thread.
+        find_place = partial(_place_of, places, self._reached_number.numpy())
+        self._replay_wait = PeerWait(
+            peers, "did not come to the end of the step", "in the graph of", False, 0.0, self.group, find_place
+        )
 
     def execute(self, slots: Slots, watch: Watch | None = None, tap: Tap | None = None) -> None:
         """Run or capture the instructions on filled slots."""
+        if is_capturing(self.transfers.device):
+            tap = partial(_mark_instruction, self._reached_number, iter(self._numbers.unbind()))
         super().execute(slots, watch, tap)
         if self.transfers.is_captured:
             self._captured_header: Tensor = self.transfers.received_header
@@ -67,6 +89,7 @@ class CapturedRankStep(CapturedStep, RankStep):
     def begin_replay(self) -> None:
         """Queue the copy of this step's header into the memory that the graph sends."""
         self.transfers.begin_replay(self.step, self.signature_number, self.key_number)
+        self._reached_number.zero_()
         # A launch may wait too, for room in the queue of the device.
         self.watchdog.wait = self._replay_wait
 
@@ -86,6 +109,22 @@ def refuse_uncapturable_messages(program: Program, group: ProcessGroup, device: 
     # so a program ends if it ends with one queue for all. One with SENDs of its own is put into that order by `build`.
     if not any(op.kind == "SEND" for op in parts_of(program.ops)):
         simulate(program, messages="nccl")
+
+
+def _mark_instruction(
+    reached_number: Tensor, numbers: Iterator[Tensor], op: Op, run: Callable[..., Any]
+) -> Callable[..., Any]:
+    number = next(numbers)
+
+    def run_marked(*operands: Any) -> Any:
+        reached_number.copy_(number, non_blocking=True)
+        return run(*operands)
+
+    return run_marked
+
+
+def _place_of(places: Sequence[tuple[str, bool]], reached_number: Any) -> tuple[str, bool]:
+    return places[int(reached_number)]
 
 
 class _ReplayWork:
