@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import fpipe
+from fpipe.cli.app import app
 
 mse = nn.functional.mse_loss
 
@@ -295,3 +297,21 @@ def test_damaged_records_are_refused(tmp_path: Path):
     files[0].write_bytes(files[1].read_bytes())
     with pytest.raises(ValueError, match="holds rank 0, step 1"):
         fpipe.compare_run(net, tmp_path)
+
+
+def test_check_run_prints_the_verdict_with_an_exit_code(tmp_path: Path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import torch\nfrom tests.test_compare_run import make_net\n"
+        "def net_and_loss():\n    return make_net(), torch.nn.functional.mse_loss\n"
+    )
+    for loop, code, sentence in (
+        (Loop, 0, "bitwise equal"),
+        (WithoutDecay, 1, "there is no weight decay"),
+    ):
+        loop(make_net()).run(tmp_path / loop.__name__)
+        result = CliRunner().invoke(
+            app, ["check-run", str(tmp_path / loop.__name__), "--net", f"{script}:net_and_loss"]
+        )
+        assert result.exit_code == code
+        assert sentence in result.output

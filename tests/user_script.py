@@ -156,7 +156,7 @@ def by_torch_optim(step: fpipe.Step, params: Sequence[Params], batch: Batch, mes
 def record_and_judge(net: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> str:
     with fpipe.record_run("run", net=net, optimizer=optimizer) as record, record.step(batch, clip=1.0):
         with record.microbatch(batch):
-            loss(net(batch[0]), batch[1]).backward()
+            torch.autograd.backward(loss(net(batch[0]), batch[1]))
         record.reduced()
         record.clipped(nn.utils.clip_grad_norm_(net.parameters(), 1.0))
         optimizer.step()

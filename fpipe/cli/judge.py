@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fpipe.cli import options
-from fpipe.cli.options import read_program
+from fpipe.cli.options import function, parsed_by, read_program
 from fpipe.cli.output import print_error
 from fpipe.cli.see import sizes
 from fpipe.program import Program
@@ -205,6 +205,31 @@ def check_step(
         **dict(map(_setting, settings or ())),
     )
     print(report)
+
+
+def check_run(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of record_run.")],
+    net: Annotated[
+        Any,
+        parsed_by(
+            function, "--net", metavar="MODULE:FUNCTION", help="A function that returns the plain net, or (net, loss)."
+        ),
+    ],
+) -> None:
+    """Judge a recorded training run.
+
+    Names the first module or phase that is wrong, and the mistake. The --net is the
+    plain net on one device, and the loss is loss(output, target).
+
+    \b
+    Examples:
+      python -m fpipe check-run run/ --net mine.py:net_and_loss
+    """
+    from fpipe.oracle.compare_run import compare_run
+
+    returned: Any = net()
+    plain_net, loss = returned if isinstance(returned, tuple) else (returned, None)
+    print(compare_run(plain_net, folder, loss=loss))
 
 
 def _setting(text: str) -> tuple[str, Any]:

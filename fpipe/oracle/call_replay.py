@@ -11,7 +11,7 @@ Calls are replayed from the last to the first, children before parents: a parent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -72,20 +72,36 @@ class MicrobatchReplay:
 
     Attributes:
         param_grads: the reference's gradient of each parameter for this microbatch, after `run`.
+        trial_grads: of several forwards the part of the first, which may be a pipeline's trial run of shapes.
         limits: how far rounding may take each of them.
+        roots: how many calls stand in no other: with a pipeline, one for each microbatch.
         is_whole: whether every call of the net could be replayed, so that `param_grads` are complete.
     """
 
-    def __init__(self, net: nn.Module, record: RankRecord, calls: Sequence[Call], moment: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        record: RankRecord,
+        calls: Sequence[Call],
+        moment: tuple[int, ...],
+        partial_modules: Collection[str] = (),
+    ) -> None:
+        self._partial_modules = partial_modules
         self._net, self._record, self._calls, self._moment = net, record, calls, moment
         self._modules = dict(net.named_modules())
         # An output class of a library cannot be built again: its call is judged, but has no stub in its parent.
         self._is_judged = [self._can_judge(call) for call in calls]
         self._has_stub = [ok and is_plain(calls[i]["output"]) for i, ok in enumerate(self._is_judged)]
+        # A pipeline may run its stages once more without a backward, to learn their shapes.
+        self.roots = sum(call["parent"] is None and any(call["grads"].values()) for call in calls)
         self._results = dict[int, CallResult]()
         self.param_grads, self.limits = dict[str, Tensor](), dict[str, float]()
+        self.trial_grads = dict[str, Tensor]()
         self.is_whole = all(
-            any(self._is_judged[ancestor] for ancestor in self._calls_around(number)) for number in range(len(calls))
+            any(self._is_judged[ancestor] for ancestor in self._calls_around(number))
+            # The root of a pipeline's stage only calls its layers.
+            or not [*self._modules.get(call["module"], net).parameters(recurse=False)]
+            for number, call in enumerate(calls)
         )
 
     def module_of(self, number: int) -> nn.Module:
@@ -97,7 +113,7 @@ class MicrobatchReplay:
         for number in reversed(range(len(self._calls))):
             call = self._calls[number]
             if not self._is_judged[number]:
-                if call["module"] in self._modules:
+                if call["module"] in self._modules and call["module"] not in self._partial_modules:
                     findings.notes[
                         f"{call['module'] or 'The net'} is not judged: it takes or draws what no file keeps."
                     ] = None
@@ -280,6 +296,9 @@ class MicrobatchReplay:
         for name, grad in result.param_grads.items():
             total = self.param_grads.get(name)
             self.param_grads[name] = grad if total is None else total + grad
+            if self.roots > 1 and self._calls_around(number)[-1] == 0:
+                trial_total = self.trial_grads.get(name)
+                self.trial_grads[name] = grad if trial_total is None else trial_total + grad
             self.limits[name] = self.limits.get(name, 0.0) + limits.limit_of(f"param {name}")()
 
     def _fault(self, module: str, phase: str, mistake: str, moment: int) -> Fault:
@@ -288,7 +307,11 @@ class MicrobatchReplay:
 
     def _can_judge(self, call: Call) -> bool:
         # A generator of another device draws other numbers than this one.
-        is_known = call["module"] in self._modules and not call["draws_on_device"]
+        is_known = (
+            call["module"] in self._modules
+            and call["module"] not in self._partial_modules
+            and not call["draws_on_device"]
+        )
         return is_known and is_plain(call["args"]) and is_plain(call["kwargs"])
 
     def _calls_around(self, number: int | None) -> list[int]:

@@ -105,11 +105,13 @@ def judge_step(
         rank.load(net)
         replays.append([])
         for k, microbatch in enumerate(rank.header["microbatches"]):
-            replay = MicrobatchReplay(net, rank.record, microbatch["calls"], (rank.step, k))
+            moment = (rank.step, k)
+            replay = MicrobatchReplay(net, rank.record, microbatch["calls"], moment, rank.partial_modules(net))
             replay.run(findings)
             replays[-1].append(replay)
     for rank in ranks:
-        _judge_loss(rank, loss, findings)
+        if "" not in rank.partial_modules(net):
+            _judge_loss(rank, loss, findings)
     judge_accumulation(ranks, replays, findings)
     judge_reduction(ranks, findings)
     judge_norm(ranks, findings)
@@ -123,7 +125,8 @@ def _judge_loss(rank: RecordedStep, loss: Loss | None, findings: Findings) -> No
     """Check that the backward of each microbatch starts from the loss's gradient, by the same factor in each."""
     factors = list[tuple[float, int]]()
     for k, microbatch in enumerate(rank.header["microbatches"]):
-        root = next((call for call in microbatch["calls"] if call["module"] == "" and call["parent"] is None), None)
+        roots = [call for call in microbatch["calls"] if call["module"] == "" and call["parent"] is None]
+        root = roots[0] if len(roots) == 1 else None
         batch = microbatch["batch"]
         if loss is None or root is None or "tensor" not in root["output"] or not is_plain(batch):
             continue

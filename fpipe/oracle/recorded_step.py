@@ -69,6 +69,17 @@ class RecordedStep:
                     states.setdefault(self.names.first_name.get(reference_name, reference_name), {})[state_key] = part
         return states
 
+    def partial_modules(self, net: nn.Module) -> set[str]:
+        """Return the names of modules that this rank has without all of their parts, as of a pipeline's stage."""
+        fused = {target.rpartition(".")[0] for targets in self.header["fused"].values() for target in targets}
+        present = self.header["modes"].keys() | fused
+        return {
+            name
+            for name, module in net.named_modules()
+            if name not in self.header["unseen"]
+            and any((f"{name}.{key}" if name else key) not in present for key, _ in module.named_children())
+        }
+
     def microbatch_grads(self) -> list[dict[str, Tensor]]:
         """Return the gradients after each microbatch."""
         return [self.named(microbatch["grads"]) for microbatch in self.header["microbatches"]]

@@ -143,14 +143,23 @@ def judge_accumulation(
                     if expected.count_nonzero():
                         add_fault(findings, name, "accumulation", "no gradient reaches it", rank.step, k)
                     continue
-                if not _is_sum(label, actual, expected, copies, limit, findings):
+                trial_grad = replays[number][k].trial_grads.get(name)
+                roots = replays[number][k].roots
+                if not _is_sum(label, actual, expected, copies, trial_grad, roots, limit, findings):
                     own_grad = replays[number][k].param_grads.get(name, torch.zeros_like(actual))
                     mistake = _explain_accumulation(actual, own_grad, former_grads.get(name), k, expected)
                     add_fault(findings, name, "accumulation", mistake, rank.step, k)
 
 
 def _is_sum(
-    label: str, actual: Tensor, expected: Tensor, copies: Sequence[Tensor], limit: float, findings: Findings
+    label: str,
+    actual: Tensor,
+    expected: Tensor,
+    copies: Sequence[Tensor],
+    trial_grad: Tensor | None,
+    roots: int,
+    limit: float,
+    findings: Findings,
 ) -> bool:
     """Whether a gradient is the sum of its rank, or the sum or mean over all ranks."""
     # DDP and FSDP reduce in the backward, before any hook of ours.
@@ -158,7 +167,12 @@ def _is_sum(
     if len(copies) > 1:
         total = torch.stack([to_double(copy) for copy in copies]).sum(0)
         candidates += [(total / len(copies)).to(expected.dtype), total.to(expected.dtype)]
-    nearest = min(candidates, key=lambda candidate: distance(actual, candidate))
+    # torch's pipelines divide by the number of microbatches once all of them are through, and may run a trial before.
+    candidates += [candidate / roots for candidate in candidates] if roots > 1 else []
+    without_trial = [] if trial_grad is None else [expected - trial_grad, (expected - trial_grad) / (roots - 1)]
+    nearest = min([*candidates, *without_trial], key=lambda candidate: distance(actual, candidate))
+    if any(nearest is candidate for candidate in without_trial):
+        findings.notes["The first forward adds no gradient: it counts as a pipeline's trial run of shapes."] = None
     rounding = (
         _SUM_EPSILONS * eps_of(actual, expected) * sum(float(to_double(copy).norm()) for copy in copies or [expected])
     )
@@ -211,6 +225,8 @@ def judge_reduction(ranks: Sequence[RecordedStep], findings: Findings) -> None:
             rights = [(total / k).to(actual.dtype) for k in divisors]
             nearest = min(rights, key=lambda right: distance(actual, right))
             limit = _SUM_EPSILONS * eps_of(actual) * sum(float(to_double(copy).norm()) for copy in copies)
+            if n > 1 and not are_equal and nearest is not rights[0]:
+                findings.notes[f"Gradients are summed over {n} ranks, not averaged: is the loss divided?"] = None
             label = f"step {rank.step}: reduced gradient of {name}, rank {rank.rank}"
             if not findings.agree(label, actual, nearest, lambda limit=limit: limit):
                 mistake = _explain_reduction(actual, copies, holders.index(i), total, holders)
@@ -319,7 +335,9 @@ def judge_clip(rank: RecordedStep, ranks: Sequence[RecordedStep], findings: Find
     if not wrong:
         return
     found_scales = {scales[name] for name in wrong}
-    common = next(iter(found_scales)) if len(found_scales) == 1 else None
+    common = next((scale for scale in found_scales if scale is not None), None)
+    if any(s is None or abs(s - (common or 0.0)) > 1e-3 * abs(common or 0.0) for s in found_scales):
+        common = None
     if len(wrong) == len(scales) and all(s is not None and abs(s - 1) < 1e-3 for s in found_scales):
         mistake = "gradients are not clipped"
     elif len(wrong) < len(scales):

@@ -1,0 +1,124 @@
+"""Recorded runs on two processes: replicas, DDP, FSDP2 and torch's pipeline, right ones and mistakes."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+import fpipe
+from tests.processes import Processes, processes
+
+mse = nn.functional.mse_loss
+two = processes(2)
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2))
+
+
+def make_batches(rank: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(10 + rank)
+    return [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(2)]
+
+
+def reduce_grads(net: nn.Module, rank: int, case: str) -> None:
+    for name, param in net.named_parameters():
+        assert param.grad is not None
+        if case == "norm not reduced" and name == "2.weight":
+            continue
+        if case == "rank missing" and rank == 1:
+            param.grad.zero_()
+        dist.all_reduce(param.grad)
+        param.grad /= 2
+        if case == "reduced twice":
+            dist.all_reduce(param.grad)
+            dist.all_reduce(param.grad)
+
+
+def train(rank: int, folder: str, case: str) -> None:
+    net: Any = make_net()
+    if case == "ddp":
+        net = DistributedDataParallel(net)
+    if case == "fsdp2":
+        net = fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    with fpipe.record_run(folder, net=net, optimizer=optimizer) as record:
+        for x, t in make_batches(rank):
+            with record.step((x, t), clip=0.1):
+                for a, b in zip(x.split(4), t.split(4), strict=True):
+                    with record.microbatch((a, b)):
+                        (mse(net(a), b) / 2).backward()
+                if case not in ("ddp", "fsdp2"):
+                    reduce_grads(net, rank, case)
+                record.reduced()
+                clip = 0.1 if case != "clip per rank" or rank == 0 else 0.05
+                record.clipped(nn.utils.clip_grad_norm_(net.parameters(), clip))
+                optimizer.step()
+                optimizer.zero_grad()
+            if case == "stale rank" and rank == 1:
+                net.load_state_dict(make_net().state_dict())
+
+
+@pytest.mark.parametrize("case", ["replicas", "ddp", "fsdp2"])
+def test_right_replicas_are_right(two: Processes, tmp_path: Path, case: str):
+    two.run(train, str(tmp_path), case)
+    report = fpipe.compare_run(make_net(), tmp_path, loss=mse)
+    assert (report.where, report.mistake) == (None, None)
+    assert not [note for note in report.notes if "not judged" in note]
+
+
+@pytest.mark.parametrize(
+    ("case", "subject", "phase", "mistake"),
+    [
+        ("norm not reduced", "2.weight", "reduction", "it is not added over ranks: rank 0 has its own"),
+        ("reduced twice", "0.weight", "reduction", "it is 4 x the mean of 2 ranks: reduced twice?"),
+        ("rank missing", "0.weight", "reduction", "rank 1 is missing"),
+        ("clip per rank", "the clip", "clip", "x those before the clip, not"),
+        (
+            "stale rank",
+            "0.weight",
+            "start",
+            "the parameters of rank 1 are those before the step before: its update is lost",
+        ),
+    ],
+)
+def test_wrong_replicas_are_named(two: Processes, tmp_path: Path, case: str, subject: str, phase: str, mistake: str):
+    two.run(train, str(tmp_path), case)
+    with pytest.raises(fpipe.GradientMismatch) as refused:
+        fpipe.compare_run(make_net(), tmp_path, loss=mse)
+    report: Any = refused.value.report
+    assert (report.where, report.phase) == (subject, phase)
+    assert mistake in report.mistake
+
+
+def train_pipeline(rank: int, folder: str) -> None:
+    stage_net = copy.deepcopy(make_net())
+    for name in ("2", "3") if rank == 0 else ("0", "1"):
+        delattr(stage_net, name)
+    schedule = Schedule1F1B(PipelineStage(stage_net, rank, 2, torch.device("cpu")), 4, loss_fn=mse)
+    optimizer = torch.optim.SGD(stage_net.parameters(), lr=0.1, momentum=0.9)
+    with fpipe.record_run(folder, net=stage_net, optimizer=optimizer) as record:
+        for x, t in make_batches(0):
+            with record.step():
+                with record.microbatch():
+                    schedule.step(x) if rank == 0 else schedule.step(target=t)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_pipeline_is_right(two: Processes, tmp_path: Path):
+    two.run(train_pipeline, str(tmp_path))
+    report = fpipe.compare_run(make_net(), tmp_path, loss=mse)
+    assert (report.where, report.mistake) == (None, None)
+    names = {leaf.name for leaf in report.leaves}
+    assert {"step 0: gradient of 3.weight after microbatch 0, rank 1", "step 1: 0, output 0"} <= names
+    assert report.notes == ("The first forward adds no gradient: it counts as a pipeline's trial run of shapes.",)
