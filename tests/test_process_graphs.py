@@ -17,6 +17,7 @@ import fpipe
 from tests.fake_accelerator import COMPILER, Graph, capture_call
 from tests.fake_accelerator.graph_scenarios import STEPS
 from tests.fake_accelerator.group import OrderedGroup
+from tests.fake_accelerator.mutations import Wait, without_wait
 from tests.fake_accelerator.process_graph_scenarios import PROCESS_GRAPH_SCENARIOS, batches_on
 from tests.fake_accelerator.process_scenarios import mesh_of_two
 from tests.fake_accelerator.processes import fixture_of
@@ -126,6 +127,20 @@ def pass_different_keys(rank: int) -> str:
 def test_headers_of_replays_have_the_key_of_the_step(pair: Processes):
     for message in pair.run(pass_different_keys):
         assert re.search("has key 10[01] in this step and rank [01] has key 10[01]", message)
+
+
+def pass_keys_without(rank: int, function: str, call: str) -> bool:
+    """Remove a call from the replays of ranks; return whether their headers still show that keys differ."""
+    with without_wait(Wait("runtimes/processes/captured_rank_step.py", f"CapturedRankStep.{function}", call, 0)):
+        try:
+            return "has key 10" in pass_different_keys(rank)
+        except BaseException:
+            return False
+
+
+@pytest.mark.parametrize(("function", "call"), [("begin_replay", "begin_replay"), ("end_replay", "check_header")])
+def test_without_its_header_a_replay_accepts_other_keys(pair: Processes, function: str, call: str):
+    assert pair.run(pass_keys_without, function, call) == [False, False]
 
 
 def refuse_capture(rank: int, call: str) -> list[str]:
