@@ -38,7 +38,7 @@ settings.register_profile(
     database=None,
     deadline=None,
     print_blob=True,
-    max_examples=15,
+    max_examples=10,
     suppress_health_check=[HealthCheck.too_slow],
 )
 # `make deep`

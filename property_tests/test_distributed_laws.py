@@ -26,7 +26,7 @@ def runs_on_two_ranks(run: whole_laws.Run) -> bool:
     return run.chain.ranks == 2 and "roundpipe" not in run.chain.schedule
 
 
-@max_examples(4)
+@max_examples(2)
 # Hypothesis takes the seed from the source, so a new name draws others: here its filter drops not too many.
 @seed(1)
 @given(run=whole_laws.runs().filter(runs_on_two_ranks))
@@ -63,7 +63,7 @@ PRECISE = nets().map(lambda net: replace(net, dtype="float64"))
 
 
 @example(Run(Net(("linear", "linear"), ("batch", 0), "count"), 1, 2, Chain(("schedule", "merge()"), ("gpipe", 2)), 1))
-@max_examples(4)
+@max_examples(2)
 @given(run=runs(PRECISE).filter(lambda run: run.program.ranks == 2))
 def test_two_replicas_of_two_processes_are_one_device(four: Processes, run: Run):
     assert four.run(differences_from_one_device, run) == [[]] * 4

@@ -46,7 +46,7 @@ class Newborn(TorchDispatchMode):
 # One stage.
 
 
-@max_examples(7)
+@max_examples(4)
 @given(recipes(), ROWS, SEED)
 def test_the_four_functions_compute_what_plain_autograd_does(recipe: DrawnStage, rows: int, seed: int):
     """With equal bits, and no more work or memory. But autograd also runs unread layers, and a trace may keep two
@@ -67,7 +67,7 @@ ARITHMETIC = st.sampled_from([operator.add, operator.sub, operator.mul, operator
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 
 
-@max_examples(8)
+@max_examples(4)
 @given(ARITHMETIC, NUMBERS, DTYPES, st.sampled_from([(), (3,), (2, 3)]), SEED)
 def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
     op: Callable[[Any, Any], Tensor], number: float, dtype: torch.dtype, shape: tuple[int, ...], seed: int
@@ -88,7 +88,7 @@ def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
     assert bits([dx, dparams["w"]]) == bits(torch.autograd.grad(y, leaves, dy))
 
 
-@max_examples(7)
+@max_examples(4)
 @given(recipes(), ROWS, SEED)
 def test_only_inputs_of_w_are_alive_after_i(recipe: DrawnStage, rows: int, seed: int):
     params, x = recipe.params(seed), recipe.input(rows, seed)
@@ -133,7 +133,7 @@ def record_traces() -> Iterator[list[str]]:
         module.trace, module.outline = originals
 
 
-@max_examples(4)
+@max_examples(2)
 @given(runs(stacks(3)), st.booleans())
 def test_a_step_has_reference_bits_and_predicted_peaks_and_leaks_nothing(run: Run, hoist: bool):
     """With traces and without, hoisted or not. After tracing, only the results of a step stay alive. The gradients of
@@ -160,7 +160,7 @@ def test_a_step_has_reference_bits_and_predicted_peaks_and_leaks_nothing(run: Ru
     assert all(torch.equal(doubled, 2 * single) for doubled, single in pairs if not doubled.isnan().any())
 
 
-@max_examples(4)
+@max_examples(2)
 @given(runs(stacks(2)))
 def test_a_stage_is_traced_once_for_each_size(run: Run):
     model = model_of(run.net, [stage.fresh() for stage in run.net.stages])

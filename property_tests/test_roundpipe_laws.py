@@ -47,7 +47,7 @@ def runs(draw: st.DrawFn) -> Run:
     return Run(net, forward, backward[::-1], ranks, draw(st.integers(1, 3)))
 
 
-@max_examples(10)
+@max_examples(5)
 @given(runs())
 def test_gradients_do_not_depend_on_the_plans(run: Run):
     params, batch = run.net.params(), run.net.batch(run.microbatches + 1)

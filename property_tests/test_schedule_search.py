@@ -137,7 +137,7 @@ def searches(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=200 if DEEP else 3)
+@settings(max_examples=200 if DEEP else 2)
 @given(case=searches())
 def test_a_search_beats_named_schedules_keeps_its_cap_and_round_trips(case: dict[str, Any]):
     """Beyond four microbatches a rank, it searches and repeats a shorter step. One seed gives one result."""
@@ -185,7 +185,7 @@ def greedy_h2(ranks: int, microbatches: int, seconds: tuple[int, ...], transfer:
     return max(end + weight * weights_left for end, weights_left in zip(free, waiting, strict=True))
 
 
-@max_examples(60)
+@max_examples(15)
 @given(data=st.data(), ranks=st.integers(2, 6), transfer=st.integers(0, 9), fits=st.sampled_from([0.0, 0.5, 1.0]))
 def test_zb_h2_is_not_longer_than_its_greedy_rule(data: st.DataObject, ranks: int, transfer: int, fits: float):
     """Used to fail: with fewer than 2p-1 microbatches, unequal costs and a transfer, a W in a gap made the order up to
@@ -227,7 +227,7 @@ def greedy_v(ranks: int, microbatches: int, seconds: tuple[int, int], transfer: 
     return max(free)
 
 
-@max_examples(7)
+@max_examples(3)
 @given(
     ranks=st.integers(2, 6),
     extra=st.integers(0, 6),

@@ -102,7 +102,7 @@ def drawn_shardings() -> st.SearchStrategy[tuple[Callable[[fpipe.Program], fpipe
     return shardings().map(lambda sharding: (sharding.chain(), sharding.options()))
 
 
-@max_examples(15)
+@max_examples(8)
 @given(drawn_shardings(), st.sampled_from([*MODELS]), st.sampled_from([1, 2, 3, (2, 2), (2, 1), (1, 3)]), st.booleans())
 def test_replicas_with_shards_have_the_gradients_of_plain_autograd(
     drawn: Any, name: str, replicas: Any, across_first: bool
@@ -190,7 +190,7 @@ def differences_from_lockstep(rank: int, sharding: Sharding, name: str) -> list[
 IN_STEP = shardings().filter(lambda sharding: sharding.scatter == "step" and sharding.schedule != "roundpipe")
 
 
-@max_examples(5)
+@max_examples(2)
 @given(IN_STEP, st.sampled_from(["plain", "counting", "untraced"]))
 def test_processes_have_the_bits_of_replicas_in_lockstep(four: Processes, sharding: Sharding, name: str):
     """If a loss counts, replicas may have unequal rows. Untraced steps have shards too."""

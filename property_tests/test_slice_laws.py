@@ -135,7 +135,7 @@ def sliced_runs(draw: st.DrawFn) -> Sliced:
     return Sliced(bodies, reduction, rows, length, m, q, steps, table, traced, draw(st.integers(0, 2**16)))
 
 
-@max_examples(10)
+@max_examples(5)
 @given(sliced_runs())
 def test_slices_have_the_gradients_of_a_sliced_reference(run: Sliced):
     params, batch = run.inputs()
@@ -146,7 +146,7 @@ def test_slices_have_the_gradients_of_a_sliced_reference(run: Sliced):
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-@max_examples(10)
+@max_examples(5)
 @given(sliced_runs())
 def test_slices_are_the_undivided_sequence_to_rounding(run: Sliced):
     params, batch = run.inputs(torch.float64)
@@ -157,7 +157,7 @@ def test_slices_are_the_undivided_sequence_to_rounding(run: Sliced):
         torch.testing.assert_close(actual_leaf, expected_leaf, rtol=1e-10, atol=1e-12)
 
 
-@max_examples(10)
+@max_examples(5)
 @given(
     plans(),
     st.sampled_from(["always", "worthwhile"]),

@@ -45,7 +45,7 @@ def add_variant(options: dict[str, Any], variant: str) -> dict[str, Any]:
     return options | {"": {}, "late": after_options, "scaled": {"loss_scale": {"growth_interval": 1}}}[variant]
 
 
-@max_examples(12)
+@max_examples(6)
 @given(updates(), st.sampled_from(SCHEDULES), st.booleans(), st.integers(1, 3), VARIANTS)
 def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool, count: int, variant: str):
     rule, options = drawn[0], add_variant(drawn[1], variant)
@@ -60,7 +60,7 @@ def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool,
     assert fpipe.Program.parse(str(program)) == program
 
 
-@max_examples(10)
+@max_examples(5)
 @given(updates(), st.integers(1, 4), st.sampled_from([0, 1, 2, "stash"]), st.booleans())
 def test_stale_steps_have_the_bits_of_a_loop_with_the_same_delays(drawn: Any, count: int, stale: Any, on_host: bool):
     rule, options = drawn
@@ -201,7 +201,7 @@ def shuffled(draw: st.DrawFn) -> tuple[Shuffled, tuple[Tensor, Tensor]]:
 BUILT: list[dict[str, Any]] = [{}, {"trace": False}, {"runtime": "threads"}]
 
 
-@max_examples(12)
+@max_examples(6)
 @given(shuffled(), st.integers(1, 3), st.sampled_from(["net", "loss"]), st.sampled_from(BUILT), st.booleans())
 def test_norms_are_stacked_in_the_order_of_the_net_however_it_is_cut(
     drawn: tuple[Shuffled, tuple[Tensor, Tensor]], stages: int, door: str, options: dict[str, Any], is_sharded: bool

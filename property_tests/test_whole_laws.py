@@ -149,7 +149,7 @@ def runs(draw: st.DrawFn, undivided: bool = False, front: Front | None = None) -
 
 
 @pytest.mark.parametrize("door", DOORS)
-@max_examples(4)
+@max_examples(2)
 @given(st.data())
 def test_every_front_door_gives_the_gradients_of_plain_autograd(door: str, data: st.DataObject):
     """The bits of plain autograd over the layers, whatever the model, the batch, the chain and the schedule."""
@@ -179,7 +179,7 @@ def test_every_front_door_gives_the_gradients_of_plain_autograd(door: str, data:
     assert bits(result.aux) == bits(expected.aux) if run.stream else result.aux["rows"] == sum(rows)
 
 
-@max_examples(4)
+@max_examples(2)
 @given(runs().filter(lambda run: run.trace))
 def test_every_step_is_the_reference_on_threads_too(run: Run):
     model, params, state = run.built
@@ -193,7 +193,7 @@ def test_every_step_is_the_reference_on_threads_too(run: Run):
         assert bits(getattr(local_result, name)) == bits(getattr(threaded_result, name)), name
 
 
-@max_examples(4)
+@max_examples(2)
 @given(runs(), st.booleans())
 def test_evaluation_is_the_training_forward(run: Run, is_lowered: bool):
     model, params, state = run.built
@@ -211,7 +211,7 @@ def test_evaluation_is_the_training_forward(run: Run, is_lowered: bool):
         assert bits(getattr(training_result, name)) == bits(getattr(evaluation_result, name)), name
 
 
-@max_examples(5)
+@max_examples(2)
 @given(runs(undivided=True))
 def test_every_step_is_close_to_the_undivided_batch(run: Run):
     model, params, _ = run.built

@@ -3,11 +3,13 @@
 import math
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import fpipe
 from fpipe.program import Program
+from fpipe.timing.bounds import _backward_times
 
 F, B, W, C = 3.0, 4.0, 2.0, 0.5
 UNIFORM = fpipe.Costs(F, B, W, transfer=C)
@@ -82,10 +84,14 @@ def test_invalid_memory_caps_are_refused(cap: Any):
 
 def test_bounds_of_many_stages_are_fast():
     """Used to take minutes for 2000 stages: quadratic in stages for each microbatch, though all are alike."""
-    program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(1200))
-    assert fpipe.bounds(program).gap(fpipe.simulate(program)) == pytest.approx(0.0)
-    # With this limit even one op of each kind is too many, so warm-up and lifespan give no bound.
+    program = fpipe.chain(fpipe.split(8), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(200))
     with pytest.MonkeyPatch.context() as patch:
+        backward_times = Mock(wraps=_backward_times)
+        patch.setattr("fpipe.timing.bounds._backward_times", backward_times)
+        assert fpipe.bounds(program).gap(fpipe.simulate(program)) == pytest.approx(0.0)
+        # Once for the first microbatch, once for all further ones, which add, and once for the ops of none.
+        assert backward_times.call_count == 3
+        # With this limit even one op of each kind is too many, so warm-up and lifespan give no bound.
         patch.setattr("fpipe.timing.bounds._MAX_OP_PAIRS", 0)
         bounds = fpipe.bounds(program)
     assert bounds.lifespan.makespan == 0.0 < bounds.makespan

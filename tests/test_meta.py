@@ -488,3 +488,13 @@ def test_loaded_parameters_have_the_order_of_the_net(door: str):
         model, params, _ = fpipe.from_sequential(net, 2, **options)
     loaded_params = fpipe.load_params(model, fpipe.program(model), net.state_dict(), rank=0)
     assert [[*stage] for stage in loaded_params] == [[*stage] for stage in params]
+
+
+def test_tensors_of_a_state_dict_are_handed_on_as_they_are():
+    """Used to be moved to torch's default device."""
+    net = nn.Sequential(nn.Linear(2, 2))
+    model, *_ = fpipe.from_sequential(net, stages=1)
+    with torch.device("meta"):
+        (params,) = fpipe.load_params(model, fpipe.program(model), net.state_dict(), rank=0)
+    assert params is not None
+    assert params["0.weight"].data_ptr() == net[0].weight.data_ptr()

@@ -292,11 +292,11 @@ def _saved(path: Path) -> dict[str, Tensor]:
 def _safetensors(path: Path) -> dict[str, Tensor]:
     import torch
 
-    from fpipe.models.parameters.sources import SafetensorsFile
+    from fpipe.models.parameters.sources import CODES, SafetensorsFile
     from fpipe.verification.report import is_comparable
 
     file = SafetensorsFile(path)
-    for name, (code, dtype, *_) in file.entries.items():
+    for name, (dtype, *_) in file.entries.items():
         if not is_comparable(torch.empty(0, dtype=dtype)):
-            raise ValueError(f"{path} holds {name!r} as {code}; wanted are F64, F32, F16, BF16 and C64.")
+            raise ValueError(f"{path} holds {name!r} as {CODES[dtype]}; wanted are F64, F32, F16, BF16 and C64.")
     return {name: file.read_tensor(name) for name in file.entries}

@@ -136,13 +136,9 @@ def jobs_of(nets: Sequence[str], against: Sequence[str]) -> list[Job]:
     """Return the rows of these nets, without updates first."""
     racers = [(index, racer) for index, racer in enumerate(RACERS) if racer.against in ("fpipe", *against)]
     updates = [
-        (index, has_update) for has_update in (False, True) for index, racer in racers if _may(racer, has_update)
+        (index, has_update) for has_update in (False, True) for index, racer in racers if racer.updates >= has_update
     ]
     return [Job(net, index, has_update) for net in nets for index, has_update in updates]
-
-
-def _may(racer: Racer, has_update: bool) -> bool:
-    return racer.updates or not has_update
 
 
 def race(jobs: Sequence[Job], setting: Setting, budget: float, row_seconds: float = ROW_SECONDS) -> Generator[Row]:

@@ -77,7 +77,8 @@ def improve_pool(
             # 1) One turn of each order.
             for contender, climber in climbers:
                 steps_before = climber.climb.steps
-                cost = cost_of_change(contender)
+                # How many ops could be played in the time of one change.
+                cost = contender.tasks.lanes_per_rank * len(contender.tasks.ops) + OVERHEAD_OF_A_CHANGE
                 steps = min(CHANGES_A_TURN, 1 + int(effort / (MIN_ROUNDS * cost)), 1 + int(remaining_effort / cost))
                 climber.run(steps, contender.floor * (1 + 1e-9))
                 remaining_effort -= max(1, climber.climb.steps - steps_before) * cost
@@ -131,8 +132,3 @@ def diverse_starts(pool: Sequence[Contender]) -> list[Contender]:
         group.setdefault(contender.value, contender)
     placements = zip_longest(*(group.values() for group in groups.values()))
     return [contender for equally_placed in placements for contender in equally_placed if contender is not None]
-
-
-def cost_of_change(contender: Contender) -> float:
-    """Return about how many ops could be played in the time of one change."""
-    return len(contender.tasks.ops) * contender.tasks.lanes_per_rank + OVERHEAD_OF_A_CHANGE

@@ -198,16 +198,11 @@ def _norm_function(program: Program, inner_replicas: int) -> TakeNorm:
 
     # The order of additions of the program: the squares of a gradient over its shards first, then over gradients.
     def sum_squares(grad: Tensor) -> Tensor:
-        shards = [_shard_of_rows(grad, shard, inner_replicas) for shard in range(inner_replicas if grad.ndim else 0)]
-        return reduce(torch.add, [shard.square().sum() for shard in shards or [grad]])
+        # As many rows a shard, rounded up, as there are: `torch.chunk` cuts like this, and leaves out empty shards.
+        shards = grad.chunk(inner_replicas) if grad.ndim else [grad]
+        return reduce(torch.add, [shard.square().sum() for shard in shards])
 
     def norm_of_shards(grads: Sequence[Tensor]) -> Tensor:
         return torch.stack([sum_squares(grad) for grad in grads]).sum().sqrt()
 
     return norm_of_shards
-
-
-def _shard_of_rows(grad: Tensor, shard: int, count: int) -> Tensor:
-    # Rounded up, so the last shards may have fewer rows, or none.
-    rows_per_shard = -(-len(grad) // count)
-    return grad[rows_per_shard * shard : rows_per_shard * (shard + 1)]

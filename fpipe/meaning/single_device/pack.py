@@ -61,7 +61,8 @@ def pack(rows: Sequence[Any], tokens: int, *, multiple: int = 1) -> list[Any]:
     microbatches: list[Any] = []
     for documents in _assign_rows(lengths, tokens, multiple):
         columns = zip(*(flat_rows[index][0] for index in documents), strict=True)
-        joined = tree.unflatten(flat_rows[0][1], [_join_column(column) for column in columns])
+        leaves = [None if column[0] is None else torch.cat(column)[None] for column in columns]
+        joined = tree.unflatten(flat_rows[0][1], leaves)
         inputs = joined[0] if isinstance(joined, tuple) else joined
         device = next(leaf.device for leaf in tree.leaves(inputs))
         inputs |= _describe_documents(documents, [lengths[index] for index in documents], device)
@@ -103,10 +104,6 @@ def _length_of_row(rows: Sequence[Any], index: int, tokens: int) -> int:
 
 def _kind_of(leaf: Any) -> Any:
     return None if leaf is None else (leaf.dtype, leaf.shape[1:], leaf.device)
-
-
-def _join_column(column: Sequence[Any]) -> Any:
-    return None if column[0] is None else torch.cat([*column])[None]
 
 
 def _assign_rows(lengths: Sequence[int], tokens: int, multiple: int) -> list[list[int]]:

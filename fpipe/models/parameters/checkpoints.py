@@ -273,11 +273,8 @@ def load(
         program, {"params": params, "opt": opt, "state": state}, mesh, into_new_tensors=True
     )
     reader = SaveReader(Path(folder))
-    missing_name = next((name for name in tensors if name not in reader.tensors), None)
-    if missing_name is not None:
-        raise ValueError(
-            f"{folder} has no {missing_name.replace('/', ' of ', 1)}: it was saved of another net, or without."
-        )
+    for name in (name for name in tensors if name not in reader.tensors):
+        raise ValueError(f"{folder} has no {name.replace('/', ' of ', 1)}: it was saved of another net, or without.")
     for name, leaf in tensors.items():
         size = reader.tensors[name].size
         if tuple(size) != tuple(leaf.shape):

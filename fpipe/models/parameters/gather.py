@@ -167,7 +167,6 @@ class NamedTensor(NamedTuple):
 
 
 def _with_state(params: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """Merge the module state of each stage into its parameters."""
     if len(params) != len(state):
         raise ValueError(f"state has one entry for each stage, as params; found {len(state)} and {len(params)}.")
     return [None if p is None else {**p, **(s or {})} for p, s in zip(params, state, strict=True)]
@@ -176,7 +175,6 @@ def _with_state(params: Sequence[Any], state: Sequence[Any]) -> list[Any]:
 def _named_tensors(
     per_stage: Sequence[Any], leaves_by_rank: Sequence[Mapping[int, Sequence[NamedLeaf]]], stages: int
 ) -> list[NamedTensor]:
-    """Return the leaves of all ranks, each once, stage after stage."""
     names = names_by_stage(leaves_by_rank)
     named_tensors: list[NamedTensor] = []
     for stage in range(stages):

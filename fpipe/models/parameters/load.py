@@ -174,7 +174,6 @@ def _make_params(
     leaves: Sequence[Sequence[tuple[str, ...]]],
     value: Callable[[tuple[str, ...], tuple[Any, str]], Tensor],
 ) -> Params:
-    """Make the leaves that live in the stages of a rank, each from its names and its home in the net."""
     stages = [*net_stages(model)]
     local = local_params(program, range(len(stages)), rank)
     return tuple(

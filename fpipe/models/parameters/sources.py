@@ -38,12 +38,12 @@ CODES = {dtype: code for code, dtype in _DTYPES.items()}
 """The name of each dtype in the format."""
 
 
-class HeaderEntry(NamedTuple):
-    """The description of a tensor in a file: the format's name of its dtype, torch's dtype, and its shape."""
+class SavedTensor(NamedTuple):
+    """The description of a tensor of a source: its dtype, its shape, and its file or folder."""
 
-    code: str
     dtype: torch.dtype
-    shape: list[int]
+    shape: tuple[int, ...]
+    file: str
 
 
 class SafetensorsFile:
@@ -64,7 +64,6 @@ class SafetensorsFile:
             from safetensors import SafetensorError, safe_open
         except ImportError:
             raise ModuleNotFoundError(f"{path} needs the package safetensors: pip install safetensors.") from None
-        self.path = path
         try:
             # A file mapped into memory would count twice: its pages, and the tensors made of them.
             self._file: Any = safe_open(path, "pt", backend="pread")
@@ -72,25 +71,17 @@ class SafetensorsFile:
             reason = shortened(str(error)).rstrip(".")
             raise ValueError(f"{path} is no file in the safetensors format: {reason}.") from None
         self.metadata: dict[str, str] = self._file.metadata() or {}
-        self.entries: dict[str, HeaderEntry] = {}
+        self.entries: dict[str, SavedTensor] = {}
         for name in self._file.offset_keys():
             view = self._file.get_slice(name)
             code = view.get_dtype()
             if code not in _DTYPES:
                 raise ValueError(f"{path} holds {name!r} as {code}; what is read is {', '.join(_DTYPES)}.")
-            self.entries[name] = HeaderEntry(code, _DTYPES[code], view.get_shape())
+            self.entries[name] = SavedTensor(_DTYPES[code], (*view.get_shape(),), str(path))
 
     def read_tensor(self, name: str) -> Tensor:
         """Read one tensor, and no other bytes of the data."""
         return self._file.get_tensor(name)
-
-
-class SavedTensor(NamedTuple):
-    """The description of a tensor of a source: its dtype, its shape, and its file or folder."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    file: str
 
 
 class TensorSource(ABC):
@@ -122,12 +113,10 @@ def source_of(source: Any) -> TensorSource:
         raise TypeError(f"a source is a path, or a state_dict; found {type(source).__name__}.")
     path = Path(source)
     if path.is_dir():
-        index = path / "model.safetensors.index.json"
-        single = path / "model.safetensors"
         # transformers saves a large model in several files with an index, a small one in a single file.
-        if index.exists() or single.exists():
-            return source_of(index if index.exists() else single)
-        return _CheckpointSource(path)
+        files = (path / "model.safetensors.index.json", path / "model.safetensors")
+        file = next((file for file in files if file.exists()), None)
+        return _CheckpointSource(path) if file is None else source_of(file)
     if path.suffix == ".json":
         return _SafetensorsSource(_files_of_index(path))
     if path.suffix != ".safetensors":
@@ -142,7 +131,7 @@ def source_of(source: Any) -> TensorSource:
 class _StateDictSource(TensorSource):
     """A dict of tensors, which are passed on without a copy."""
 
-    moves = False
+    is_read_to_cpu = False
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         for name, leaf in named.items():
@@ -161,17 +150,13 @@ class _SafetensorsSource(TensorSource):
 
     def __init__(self, files: Mapping[str, SafetensorsFile]) -> None:
         self.files = files
-        headers = ((name, file, file.entries[name]) for name, file in files.items())
-        self.saved_tensors = {
-            name: SavedTensor(header.dtype, (*header.shape,), str(file.path)) for name, file, header in headers
-        }
+        self.saved_tensors = {name: file.entries[name] for name, file in files.items()}
 
     def read_tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         return {name: self.files[name].read_tensor(name) for name in names}
 
 
 def _files_of_index(index: Path) -> dict[str, SafetensorsFile]:
-    """Open the files of an index; return them by the names of their tensors."""
     try:
         file_by_name: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError):
@@ -197,11 +182,9 @@ class _CheckpointSource(TensorSource):
         }
 
     def read_tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Read these tensors, by this process alone."""
-        tensors: dict[str, Any] = {
-            self.key_by_name[name]: torch.empty(self.saved_tensors[name].shape, dtype=self.saved_tensors[name].dtype)
-            for name in names
+        tensors = {
+            name: torch.empty(self.saved_tensors[name].shape, dtype=self.saved_tensors[name].dtype) for name in names
         }
         if tensors:
-            read_tensors(self.reader, tensors, is_alone=True)
-        return {name: tensors[self.key_by_name[name]] for name in names}
+            read_tensors(self.reader, {self.key_by_name[name]: x for name, x in tensors.items()}, is_alone=True)
+        return tensors
