@@ -143,14 +143,14 @@ def outside_the_star(combinations: list[pytest.Function]) -> list[pytest.Functio
     """Return the combinations of several parameters, in their order, that `make test` leaves out.
 
     It keeps each value of the longest parameter with the first values of the rest, and each combination of the rest
-    with every fifth value of the longest.
+    with every ninth value of the longest.
     """
     sizes = [len(mark.args[1]) for mark in combinations[0].iter_markers("parametrize")]
     if len(combinations) < math.prod(sizes):  # asked for by name
         return []
     longest, deep_tests = sizes.index(max(sizes)), list[pytest.Function]()
     rest_combinations = [*itertools.product(*map(range, sizes[:longest] + sizes[longest + 1 :]))]
-    stride = min(5, max(sizes))
+    stride = min(9, max(sizes))
     for test, indices in zip(combinations, itertools.product(*map(range, sizes)), strict=True):
         rest_index = rest_combinations.index(indices[:longest] + indices[longest + 1 :])
         if rest_index and indices[longest] % stride != rest_index % stride:

@@ -31,7 +31,6 @@ def _picture(text: str) -> Path:
 
 
 def _list_parser(choices: tuple[str, ...]) -> Callable[[str], str]:
-    """Return a parser that refuses unknown names in a list with commas."""
 
     def check_names(text: str) -> str:
         for name in text.split(","):

@@ -69,7 +69,7 @@ class Goal:
     objective: Objective = "makespan"
     split_backward: Literal["auto", "all", "none"] = "auto"
     checkpoint: Policy = "never"
-    excluded_starts: ExcludedStarts = None
+    without: ExcludedStarts = None
     shard: options.Shard = None
 
 
@@ -110,6 +110,7 @@ def search(
     # Costs of a whole rank are shared by its stages: as many as a linear placement has on each rank.
     base = chain(split(microbatches), merge())(base_program(ranks if stages is None else stages))
     seconds_of: Costs = priced.on_cluster.of(place("linear", ranks=ranks)(base))
+    typed_goal = {name: option for name, option in vars(goal).items() if option is not None}
     # 1) Search, with a bar for the share of the time.
     with progress("searching") as bar:
 
@@ -121,13 +122,7 @@ def search(
             base,
             seconds_of,
             ranks=ranks,
-            placement=goal.placement,
-            memory_cap=goal.memory_cap,
-            split_backward=HALVES[goal.split_backward],
-            objective=goal.objective,
-            checkpoint=goal.checkpoint,
-            without=goal.excluded_starts or (),
-            shard=goal.shard or (),
+            **typed_goal | {"split_backward": HALVES[goal.split_backward]},
             **vars(effort),
             progress=show_progress,
         )

@@ -197,7 +197,6 @@ def refuse_other_unit(memory: float | None, *, has_bytes: bool) -> None:
 
 
 def _picture(format: str, help: str, ending: str = "") -> Any:
-    """Return an option for a picture, whose file must have the ending of the format."""
     ending = ending or f".{format}"
 
     def picture(text: str) -> Path:

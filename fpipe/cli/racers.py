@@ -61,11 +61,15 @@ class Case:
         """The net compiled by torch, once for all steps that call it."""
         return torch.compile(self.net)
 
+    def autocast(self) -> Any:
+        """Return a context of autocast, which casts each weight once for all microbatches of an eager step."""
+        return nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype)
+
     def under_autocast(self, step: Step) -> Step:
-        """Return a step under autocast, which casts each weight once for all microbatches of an eager step."""
+        """Return a step under autocast."""
 
         def run() -> dict[str, Tensor]:
-            with nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype):
+            with self.autocast():
                 return step()
 
         return run
@@ -121,7 +125,6 @@ def eager_step(case: Case, has_update: bool, *, compile: bool = False, capture: 
 
 
 def _training_step(case: Case, has_update: bool, add_gradients: Callable[[], None], rule: Any) -> Step:
-    """Return the step of torch around a function that adds gradients up in `.grad`."""
     named = dict(case.net.named_parameters())
     optimizer = torch.optim.AdamW([*named.values()], lr=LEARNING_RATE, **rule)
 
@@ -201,15 +204,14 @@ def _by_name(trees: Any) -> dict[str, Tensor]:
 
 def sharded_step(case: Case, has_update: bool) -> Step:
     """Build fpipe's step of this rank on shards of its stage, each replica with its share of the microbatches."""
-    mesh = _mesh(case)
+    mesh: Any = case.mesh
     ranks = mesh.size(1)
     model, params, _ = from_sequential(case.net, stages=ranks, loss=F.mse_loss)
     program: Program = _pipeline(MICROBATCHES // mesh.size(0), ranks, shard())(base_program(model))
     shards = shard_params(local_params(program, params, mesh.get_local_rank("pp")), mesh["dp"])
-    batch = _replica_batch(case)
-    example = (shards, batch)
-    with nullcontext() if case.dtype is None else torch.autocast(case.device.type, case.dtype):
-        step = build(program, model, runtime="distributed", mesh=mesh, example=example)
+    batch = _replica_batch(case, mesh)
+    with case.autocast():
+        step = build(program, model, runtime="distributed", mesh=mesh, example=(shards, batch))
     return case.under_autocast(lambda: _by_name(step(shards, batch).grads))
 
 
@@ -218,11 +220,11 @@ def fsdp_step(case: Case, has_update: bool) -> Step:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    mesh = _mesh(case)
+    mesh: Any = case.mesh
     ranks, rank = mesh.size(1), mesh.get_local_rank("pp")
     size = len(case.net) // ranks
     part: Any = case.net[rank * size : (rank + 1) * size]
-    x, target = _replica_batch(case)
+    x, target = _replica_batch(case, mesh)
     # Gathered once a step, as ours: resharding would gather again for each microbatch.
     for block in part:
         fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
@@ -240,15 +242,7 @@ def fsdp_step(case: Case, has_update: bool) -> Step:
     return case.under_autocast(step)
 
 
-def _mesh(case: Case) -> DeviceMesh:
-    if case.mesh is None:
-        raise ValueError("this step is for several ranks, and needs their mesh.")
-    return case.mesh
-
-
-def _replica_batch(case: Case) -> tuple[Tensor, Tensor]:
-    """Return the rows of this process's replica."""
-    mesh = _mesh(case)
+def _replica_batch(case: Case, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     x, target = (tensor.chunk(mesh.size(0))[mesh.get_local_rank("dp")] for tensor in case.batch)
     return x, target
 

@@ -124,7 +124,6 @@ class _OrderModel:
         return latest_end + math.ceil(sum(seconds for seconds, is_exchange in lanes if is_exchange) / unit)
 
     def _wait_for_data(self) -> None:
-        """Let each op start when its inputs have arrived."""
         self.arrivals = [[(source, self._whole_ticks(delay)) for source, delay in needs] for needs in self.tasks.needs]
         for op, arrivals in enumerate(self.arrivals):
             for source, delay in arrivals:

@@ -197,7 +197,6 @@ def _common_device(modules: dict[int, TorchStageModule], device: Any) -> torch.d
 
 
 def _register_param(module: nn.Module, name: str, leaf: nn.Parameter) -> None:
-    """Register a parameter under a dotted name, and create the child modules on the way."""
     *path, leaf_name = name.split(".")
     for child_name in path:
         if child_name not in dict(module.named_children()):

@@ -191,11 +191,8 @@ def refuse_unsupported_ops(program: Program) -> None:
             raise ProgramError(f"stage {stage} is on ranks {ranks}; torch's runtime has one rank a stage.")
 
 
-def _cell_text(op_or_action: Op | Action) -> str:
-    """Return an op of computation, or an action, as torch writes it."""
-    if isinstance(op_or_action, Action):
-        return str(op_or_action)
-    return f"{op_or_action.cell}OVERLAP_F_B" if op_or_action.parts else op_or_action.cell
+def _cell_text(op: Op) -> str:
+    return f"{op.cell}OVERLAP_F_B" if op.parts else op.cell
 
 
 def cells_by_tick(program: Program) -> list[list[str]]:
@@ -235,7 +232,7 @@ def cells_with_transfers(program: Program, waits: bool) -> list[list[str]]:
             operands = operands_by_op[head] if isinstance(head, Op) else ()
             if head is None or any(operand in sends and operand not in sent_values for operand in operands):
                 continue
-            cells[rank].append(_cell_text(head))
+            cells[rank].append(_cell_text(head) if isinstance(head, Op) else str(head))
             for value in head.writes if isinstance(head, Op) else ():
                 sent_values.add(value)
                 if value in sends:
@@ -265,8 +262,7 @@ def sends_of(program: Program) -> dict[Value, Action]:
     for op in parts_of(program.ops):
         if op.kind not in COMPUTE:
             continue
-        for value in op.reads:
-            value = original_by_copy.get(value, value)
+        for value in (original_by_copy.get(value, value) for value in op.reads):
             source = writer.get(value)
             if source is None or source.rank == op.rank:
                 continue

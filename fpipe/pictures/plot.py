@@ -282,7 +282,6 @@ def _svg_groups(shapes: Iterable[Shape]) -> list[str]:
 
 
 def _shared_attributes(shape: Shape) -> str:
-    """Write the attributes that shapes of a group share."""
     if isinstance(shape, Line):
         return f'fill="none" {_paint_attribute(shape.paint, "stroke")} stroke-width="{_format_coordinate(shape.width)}"'
     if isinstance(shape, Text):
@@ -303,7 +302,6 @@ def _paint_attribute(paint: str, attribute: str = "fill") -> str:
 
 
 def _svg_element(shape: Shape) -> str:
-    """Write a shape, without the attributes of its group."""
     if isinstance(shape, Text):
         short = escape(shape.short, quote=False)
         room = f' data-room="{_format_coordinate(shape.room)}" data-short="{short}"' if shape.room else ""

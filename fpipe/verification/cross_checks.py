@@ -300,7 +300,6 @@ def _as_floating(tensor: Tensor) -> Tensor:
 
 
 def _grads_of_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradient for each leaf; None for a leaf without."""
     trainable = [leaf for leaf in leaves if leaf.requires_grad]
     with outside_autocast():
         grads = torch.autograd.grad(loss, trainable, allow_unused=True) if trainable and loss.requires_grad else ()

@@ -170,7 +170,6 @@ def verify(
 
 
 def _run_step(program: Program, model: Model, step: Callable[..., Result] | None, arguments: StepArguments) -> Result:
-    """Return the result of the step that is proved; build it if none is handed in."""
     if step is None:
         # Imported here: proving a step that is handed in needs no runtime.
         from fpipe.runtimes.build import build

@@ -292,7 +292,6 @@ def sum_over_microbatches(
 
 
 def _add_groups(losses: Sequence[Tensor], group_size: int) -> list[Tensor]:
-    """Add losses that follow each other, in ascending order."""
     return [reduce(torch.add, losses[start : start + group_size]) for start in range(0, len(losses), group_size)]
 
 

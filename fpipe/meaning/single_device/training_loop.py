@@ -148,7 +148,6 @@ def _update_params(
 
 
 def _step_optimizer(rule: str, settings: dict[str, Any], param: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Any]:
-    """Return a parameter (whose .grad is set) and its optimizer state after one step."""
     if rule in RULES:
         assert param.grad is not None
         return RULES[rule].apply(param.detach(), param.grad, state, **settings)

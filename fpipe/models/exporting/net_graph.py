@@ -328,7 +328,6 @@ class _FlatGraph:
 
     def _copy_nodes(self, source: Any, copy_by_node: dict[fx.Node, Any]) -> Any:
         """Copy the nodes of a graph, and return its outputs as nodes of the copy."""
-
         for node in source.graph.nodes:
             if node in copy_by_node:
                 continue

@@ -157,7 +157,6 @@ def _module_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, tuple[s
 
 
 def _format_location(modules: Iterable[tuple[str, str]], lines: Iterable[str]) -> str:
-    """Format the innermost module that has a path, and lines of code."""
     module_parts = [f"in module {path!r} ({kind})" for path, kind in modules if path]
     parts = [*module_parts[-1:], "; which calls torch ".join(lines)]
     location = ", ".join(filter(None, parts))

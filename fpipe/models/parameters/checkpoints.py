@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from math import inf
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,32 +38,6 @@ class Checkpoint(NamedTuple):
     numbers: dict[str, int | float]
 
 
-@overload
-def save(
-    folder: str | PathLike[str],
-    program: Program,
-    params: Sequence[Any],
-    *,
-    opt: Sequence[Any] | None = ...,
-    state: Sequence[Any] | None = ...,
-    mesh: DeviceMesh | None = ...,
-    keep: int = ...,
-    background: Literal[False] = ...,
-    **numbers: float,
-) -> None: ...
-@overload
-def save(
-    folder: str | PathLike[str],
-    program: Program,
-    params: Sequence[Any],
-    *,
-    opt: Sequence[Any] | None = ...,
-    state: Sequence[Any] | None = ...,
-    mesh: DeviceMesh | None = ...,
-    keep: int = ...,
-    background: Literal[True],
-    **numbers: float,
-) -> Future[None]: ...
 def save(
     folder: str | PathLike[str],
     program: Program,
@@ -75,7 +49,7 @@ def save(
     keep: int = 1,
     background: bool = False,
     **numbers: float,
-) -> Future[None] | None:
+) -> Future[None]:
     """Save a training by torch.distributed.checkpoint, for `load` to resume; each rank writes the stages that it has.
 
     A save counts when all ranks have written all of it. What ends it early, such as a kill or a full disk, leaves the
@@ -92,9 +66,9 @@ def save(
         numbers: further numbers to save, such as step=100, position=6400.
 
     Returns:
-        Of a background save a future: `result()` waits for it, and raises what it failed with; else the next save does,
-        on all ranks if one of them has not asked, or the end of the process prints it. Wait before the process group
-        is destroyed.
+        A future, which is done unless the save is in the background: `result()` waits for that, and raises what it
+        failed with; else the next save does, on all ranks if one of them has not asked, or the end of the process
+        prints it. Wait before the process group is destroyed.
 
     Raises:
         ValueError: a number that is none; entries that are not one for each stage, or on meta; a folder that is a file.
@@ -103,7 +77,7 @@ def save(
     >>> import fpipe, tempfile, torch
     >>> params, program = ({"w": torch.ones(2)},), fpipe.program(1)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(folder, program, params, step=3)
+    ...     saving = save(folder, program, params, step=3)
     ...     load(folder, program, ({"w": torch.zeros(2)},))
     Checkpoint(params=({'w': tensor([1., 1.])},), opt=None, state=None, numbers={'step': 3})
     """
@@ -118,7 +92,9 @@ def save(
     _BACKGROUND.raise_failure()
     if not background:
         _write(path, tensors, keep, None)
-        return None
+        saving = _Saving()
+        saving.set_result(None)
+        return saving
     # Copied to the host before this returns, so that the next step may write the tensors in place.
     group = _BACKGROUND.group()
     return _BACKGROUND.start(path, {name: leaf.to("cpu", copy=True) for name, leaf in tensors.items()}, keep, group)
@@ -262,7 +238,7 @@ def load(
 
     >>> import fpipe, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     fpipe.save(folder, fpipe.program(2), ({"a": torch.ones(2)}, {"b": torch.ones(1)}), step=3)
+    ...     saving = fpipe.save(folder, fpipe.program(2), ({"a": torch.ones(2)}, {"b": torch.ones(1)}), step=3)
     ...     saved = load(folder, fpipe.program(1), ({"b": torch.zeros(1), "a": torch.zeros(2)},))
     >>> saved.params, saved.numbers["step"]
     (({'b': tensor([1.]), 'a': tensor([1., 1.])},), 3)

@@ -70,7 +70,6 @@ def assign_grads(params: Any, grads: Any, *, add: bool = False) -> None:
 
 
 def _pair_by_name(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the parameters of a net that have gradients, and these, by name."""
     grads = [stage for stage in grads if stage is not None] if isinstance(grads, Sequence) else grads
     if not isinstance(grads, Sequence) or not all(isinstance(stage, Mapping) for stage in grads):
         raise ValueError(

@@ -47,9 +47,7 @@ def may_be_rounding(error: float, actual: Any, expected: Sequence[Any], least_ep
     Sums in another order differ by far less than sqrt(eps) of the largest number.
     """
     eps = max(torch.finfo(actual.dtype).eps, least_eps) if _has_numbers(actual) else 0.0
-    # NaN and infinities count as 0.
-    finite = (to_dense(leaf.detach()).abs().nan_to_num(0.0, posinf=0.0) for leaf in expected if _has_numbers(leaf))
-    return error <= eps**0.5 * max((float(magnitudes.max()) for magnitudes in finite), default=0.0)
+    return error <= eps**0.5 * max((largest_magnitude(leaf) for leaf in expected if _has_numbers(leaf)), default=0.0)
 
 
 def have_same_bits(actual: Tensor, defined: Tensor) -> bool:
@@ -86,6 +84,11 @@ def copy_leaf(leaf: Any) -> Any:
     memory = leaf.new_empty(start + span)
     memory[start:] = leaf.as_strided((span,), (1,))
     return memory.as_strided(leaf.shape, leaf.stride(), start)
+
+
+def largest_magnitude(tensor: Tensor) -> float:
+    """Return the largest absolute value; NaN and infinities count as 0."""
+    return float(to_dense(tensor.detach()).abs().nan_to_num(0.0, posinf=0.0).max())
 
 
 def _has_numbers(leaf: Any) -> bool:
