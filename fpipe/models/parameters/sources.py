@@ -64,6 +64,7 @@ class SafetensorsFile:
             from safetensors import SafetensorError, safe_open
         except ImportError:
             raise ModuleNotFoundError(f"{path} needs the package safetensors: pip install safetensors.") from None
+        self.path = path
         try:
             # A file mapped into memory would count twice: its pages, and the tensors made of them.
             self._file: Any = safe_open(path, "pt", backend="pread")
