@@ -89,6 +89,7 @@ class MicrobatchReplay:
         self._partial_modules = partial_modules
         self._net, self._record, self._calls, self._moment = net, record, calls, moment
         self._modules = dict(net.named_modules())
+        self._name_by_param = {param: name for name, param in net.named_parameters()}
         # An output class of a library cannot be built again: its call is judged, but has no stub in its parent.
         self._is_judged = [self._can_judge(call) for call in calls]
         self._has_stub = [ok and is_plain(calls[i]["output"]) for i, ok in enumerate(self._is_judged)]
@@ -334,8 +335,8 @@ class MicrobatchReplay:
         return [self._record.tensor(grads[str(i)]) if grads[str(i)] else None for i in range(len(grads))]
 
     def _named_params(self, module: str) -> dict[str, nn.Parameter]:
-        prefix = f"{module}." if module else ""
-        return {prefix + name: param for name, param in self._modules[module].named_parameters()}
+        # A tied parameter has the first of its names, wherever it is used.
+        return {self._name_by_param[param]: param for param in self._modules[module].parameters()}
 
     @contextmanager
     def _environment(self, call: Call) -> Generator[None]:
