@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from fpipe.meaning.single_device.reference import reference
     from fpipe.meaning.single_device.result import Result
     from fpipe.meaning.step import Step
+    from fpipe.measuring.length_costs import LengthCosts, fit_lengths
     from fpipe.measuring.profile import estimate, profile
     from fpipe.measuring.sizes import Sizes, sizes
     from fpipe.models.from_loss import from_loss
@@ -140,6 +141,7 @@ _LAZY_NAMES = {
     "meaning.meaning": ("register_meaning",),
     "meaning.purity.fingerprint": ("StepChanged",),
     "meaning.step": ("Step",),
+    "measuring.length_costs": ("LengthCosts", "fit_lengths"),
     "measuring.profile": ("estimate", "profile"),
     "meaning.single_device.pack": ("pack",),
     "meaning.single_device.pad": ("pad",),
@@ -167,6 +169,7 @@ __all__ = [
     "GradientMismatch",
     "Input",
     "Kind",
+    "LengthCosts",
     "Linearized",
     "Machine",
     "Model",
@@ -213,6 +216,7 @@ __all__ = [
     "estimate",
     "evaluating",
     "exchange",
+    "fit_lengths",
     "fold_in",
     "forward_only",
     "free",

@@ -28,7 +28,9 @@ NUMBERS = ["makespan", "span", "idle", "bubble", "bubble_span", "iterations", "s
 @st.composite
 def costs(draw: st.DrawFn, plain: bool = False) -> fpipe.Costs:
     """Draw costs of every kind: latencies and bandwidths for each link, free and busy senders, and their overheads."""
-    per_stage = st.one_of(SECONDS, st.lists(SECONDS, min_size=5, max_size=5))
+    tables = st.lists(SECONDS, min_size=25, max_size=25)
+    per_microbatch = tables.map(lambda table: lambda stage, microbatch: table[(5 * stage + microbatch) % 25])
+    per_stage: Any = st.one_of(SECONDS, st.lists(SECONDS, min_size=5, max_size=5), per_microbatch)
     ops = [draw(per_stage) for _ in range(3)]
     if plain:
         return fpipe.Costs(*ops, transfer=draw(SECONDS))

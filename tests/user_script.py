@@ -118,6 +118,8 @@ def simulate_and_plot(program: fpipe.Program, file: Path) -> float:
 def search_plans(model: fpipe.Model, params: Sequence[Params], batch: Batch, program: fpipe.Program) -> fpipe.RunPlan:
     bytes_held: fpipe.Sizes = fpipe.sizes(program, model, params, batch)
     costs = fpipe.profile(program, model, params, batch)
+    fitted: fpipe.LengthCosts = fpipe.fit_lengths({64: costs, 128: costs})
+    print(fpipe.simulate(program, fitted, lengths=[64] * 8).makespan, fitted.at([64, 32]).forward)
     result: fpipe.SearchResult = fpipe.search(program, costs, ranks=2, microbatches=8, memory_cap=max(bytes_held.peak))
     print(
         result.schedule, result.gap, result.timeline.makespan, fpipe.estimate(program, model, params, batch, flops=1e12)

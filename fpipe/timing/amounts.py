@@ -12,8 +12,19 @@ from fpipe.program import Op, Value, kind_of
 
 
 def numbers_of_stages(field: Any) -> Iterable[Any]:
-    """Return the numbers of a field that has one for all stages, or one for each."""
-    return field if isinstance(field, Sequence) and not isinstance(field, str) else (field,)
+    """Return the numbers of a field: one for all stages, or one for each stage, or for each stage and microbatch.
+
+    A function of stage and microbatch is not called yet.
+    """
+    if callable(field):
+        return ()
+    entries: Iterable[Any] = field if isinstance(field, Sequence) and not isinstance(field, str) else (field,)
+    return [number for entry in entries for number in (entry if isinstance(entry, list | tuple) else (entry,))]
+
+
+def varies_by_microbatch(field: Any) -> bool:
+    """Whether a field has numbers of its own for each microbatch."""
+    return callable(field) or (isinstance(field, Sequence) and any(isinstance(entry, list | tuple) for entry in field))
 
 
 def numbers_of_links(name: str, unit: str, field: Any) -> Iterable[Any]:
@@ -64,19 +75,28 @@ def number_on_link(cost: Any, source: int, target: int, name: str) -> float:
     return cost[source, target]
 
 
-def number_at_stage(cost: Any, stage: int, name: str) -> float:
-    """Return the number of one stage."""
+def number_at_stage(cost: Any, stage: int, name: str, microbatch: int | None = None) -> float:
+    """Return the number of one stage, and of one microbatch where these have their own."""
+    if callable(cost):
+        return checked_seconds(f"{name}({stage}, {microbatch})", cost(stage, microbatch or 0))
     if not isinstance(cost, Sequence):
         return cost
     if stage >= len(cost):
         raise ValueError(f"{name} lists {len(cost)} costs, but the program has a stage {stage}; give one a stage.")
-    return cost[stage]
+    entry: Any = cost[stage]
+    if not isinstance(entry, list | tuple):
+        return entry
+    if (microbatch or 0) >= len(entry):
+        raise ValueError(f"{name} lists {len(entry)} microbatches of stage {stage}; the program has more.")
+    return entry[microbatch or 0]
 
 
 def interpolate(name: str, low: Any, high: Any, weight: float) -> Any:
     """Interpolate one field of costs: a number, one for each stage, or nothing."""
     if low is None or high is None:
         return high
+    if varies_by_microbatch(low) or varies_by_microbatch(high):
+        raise ValueError(f"{name} differs between microbatches, and is no number to interpolate.")
     lengths = {len(cost) for cost in (low, high) if isinstance(cost, Sequence)}
     if len(lengths) > 1:
         raise ValueError(f"{name} lists {len(low)} stages for one size and {len(high)} for another; list as many.")

@@ -30,12 +30,13 @@ from fpipe.timing.amounts import (
     numbers_of_stages,
     scattered_value,
     storages_of,
+    varies_by_microbatch,
 )
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.messages import MESSAGES
 
 Messages = Literal["eager", "rendezvous", "nccl", "nccl_pairs", "nccl_directions"]
-PerStage = float | Sequence[float]
+PerStage = float | Sequence[float] | Sequence[Sequence[float]] | Callable[[int, int], float]
 Link = tuple[int, int]
 PerLink = float | Mapping[Link, float] | Callable[[int, int], float]
 
@@ -43,6 +44,8 @@ PerLink = float | Mapping[Link, float] | Callable[[int, int], float]
 @dataclass(frozen=True)
 class Costs:
     """Seconds of one op for one microbatch (and slice), a number for all stages or one for each; and what moving takes.
+
+    Where microbatches differ, seconds are a table `[stage][microbatch]` or a function `f(stage, microbatch)`.
 
     A value on its way from rank a to rank b leaves when it is there and its link is free, keeps the link for
     bytes/bandwidth seconds, and arrives `transfer` seconds after that. Without a bandwidth a link carries any number of
@@ -192,6 +195,11 @@ class Costs:
         check_bytes(self.bytes)
 
     @property
+    def vary_by_microbatch(self) -> bool:
+        """Whether some costs differ between microbatches."""
+        return any(varies_by_microbatch(getattr(self, field_name)) for field_name in _PER_STAGE_FIELDS)
+
+    @property
     def occupies_ranks(self) -> bool:
         """Whether transfers keep ranks from other work, or wait for them."""
         return self.sender == "busy" or self.send > 0 or self.receive > 0 or self.messages != "eager"
@@ -212,27 +220,27 @@ class Costs:
             exchange_seconds = sum(self._seconds_at_unit_speed(part) for part in op.parts if is_exchange(part))
             computing = [self._seconds_at_unit_speed(part) for part in op.parts if not is_exchange(part)]
             return max(exchange_seconds, (sum if self.pair == "sum" else max)(computing) if computing else 0.0)
-        kind, stage = op.kind, op.stage or 0
+        kind = op.kind
         if is_exchange(op):
             is_free = kind in _FREE_KINDS_BY_EXCHANGE.get(dict(op.options)["exchange"], "W")
-            return 0.0 if is_free else self._field_at_stage("exchange", stage) + self._exchange_seconds(op)
+            return 0.0 if is_free else self._field_at("exchange", op) + self._exchange_seconds(op)
         # A B or I with options recomputes its stage itself: it costs an R more.
         if op.options and kind in "BI":
             return self._seconds_at_unit_speed(op._replace(options=())) + self._seconds_at_unit_speed(
                 op._replace(kind="R")
             )
         if kind == "B" and self.backward is None:
-            return self._field_at_stage("backward_input", stage) + self._field_at_stage("backward_weight", stage)
+            return self._field_at("backward_input", op) + self._field_at("backward_weight", op)
         if (field_name := _FIELD_BY_KIND.get(kind)) is not None:
-            return number_at_stage(getattr(self, field_name), stage, field_name)
+            return self._field_at(field_name, op)
         if kind == "R":
-            return self._field_at_stage("forward" if self.recompute is None else "recompute", stage)
+            return self._field_at("forward" if self.recompute is None else "recompute", op)
         if kind in ("OFFLOAD", "LOAD"):
-            fixed = self._field_at_stage("offload" if kind == "OFFLOAD" or self.load is None else "load", stage)
+            fixed = self._field_at("offload" if kind == "OFFLOAD" or self.load is None else "load", op)
             copying = sum(map(self.size, op.reads)) / self.host_bandwidth if self.host_bandwidth else 0.0
             return fixed + copying
         if kind in ("REDUCE", "GATHER", "SCATTER"):
-            fixed = self._field_at_stage(kind.lower(), stage) if kind != "REDUCE" or adds_gradients(op) else 0.0
+            fixed = self._field_at(kind.lower(), op) if kind != "REDUCE" or adds_gradients(op) else 0.0
             return fixed + self._ring_seconds(op)
         if kind in ("SEND", "RECV"):
             return self.send if kind == "SEND" else self.receive
@@ -241,8 +249,8 @@ class Costs:
         cost = EXTRA_COSTS[kind]
         return checked_seconds(f"the cost of {op.cell}", cost(op)) if callable(cost) else cost
 
-    def _field_at_stage(self, field_name: str, stage: int) -> float:
-        return number_at_stage(getattr(self, field_name), stage, field_name)
+    def _field_at(self, field_name: str, op: Op) -> float:
+        return number_at_stage(getattr(self, field_name), op.stage or 0, field_name, op.microbatch)
 
     def _ring_seconds(self, op: Op) -> float:
         """Return the seconds that a collective over replicas takes on the links between them."""
@@ -355,8 +363,9 @@ def checked_costs(costs: object, program: Program | None = None) -> Costs:
     if program.ranks > cluster_ranks and max(compute_ranks(program)) >= cluster_ranks:
         raise ValueError(f"the program has {program.ranks} ranks, and the cluster {cluster_ranks}.")
     for field_name in _PER_STAGE_FIELDS:
-        length = len([*numbers_of_stages(getattr(costs, field_name))])
-        if isinstance(getattr(costs, field_name), Sequence) and length < program.stages:
+        field_costs = getattr(costs, field_name)
+        length = len(field_costs) if isinstance(field_costs, Sequence) else program.stages
+        if length < program.stages:
             problem = f"{field_name} lists {length} costs, but the program has a stage {length}"
             raise ValueError(f"{problem}; give one for each of its {program.stages} stages.")
     return costs

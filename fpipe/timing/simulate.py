@@ -10,6 +10,7 @@ ops, in place of 5 s. Both give the same times, which property_tests/test_time_l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -28,14 +29,16 @@ from fpipe.timing.lanes import (
     times_of_program,
     with_timed_transfers,
 )
+from fpipe.timing.lengths import CostsOfLengths, costs_at_lengths
 from fpipe.timing.memory import bytes_held, microbatches_held
 from fpipe.timing.timeline import Timeline
 
 
 def simulate(
     program: Program,
-    costs: Costs | None = None,
+    costs: Costs | CostsOfLengths | None = None,
     *,
+    lengths: Sequence[float] | None = None,
     iterations: int = 1,
     cluster: Cluster | str | None = None,
     messages: Messages | None = None,
@@ -45,6 +48,7 @@ def simulate(
     Args:
         program: any program; transfers need not be ops: a value read on another rank travels there by itself, once.
         costs: seconds per op; by default one for each F, I, W and R, and so two for B.
+        lengths: of the microbatches, one for each, of costs that `fpipe.fit_lengths` made.
         iterations: how many training steps in a row. A rank goes on with the next one when it is done with its part of
             this one, and a stage's parameters are new when its gradient is there, so that `Timeline.steady` is less
             than the makespan of one step where the end of one overlaps with the start of the next.
@@ -75,6 +79,8 @@ def simulate(
     """
     # Options replace fields of costs one by one, so that each new value is checked where it enters.
     program = require_program(program)
+    if lengths is not None:
+        costs = costs_at_lengths(program, costs, lengths)
     costs = checked_costs(costs)
     if cluster is not None:
         costs = replace(costs, cluster=cluster)
@@ -87,7 +93,7 @@ def simulate(
     if costs.messages != "eager" and costs.cluster is not None and costs.cluster.has_queues:
         raise ValueError(f'on shared links messages are "eager"; found messages={costs.messages!r}.')
     with building():
-        groups = group_ops(program.ops)
+        groups = group_ops(program.ops, costs.vary_by_microbatch)
         if iterations == 1 and needs_only_main_lanes(groups, costs):
             return _simulate_main_lanes(program, costs, groups)
         return _simulate_lanes(program, costs, groups, iterations)

@@ -1,0 +1,35 @@
+"""Costs of microbatches of given lengths.
+
+costs as a function of length, [300, 900]        -->        Costs of the first and second microbatch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fpipe.program import Program
+from fpipe.timing.costs import Costs
+
+
+class CostsOfLengths(Protocol):
+    """Protocol of costs as a function of the lengths of microbatches, as `fpipe.fit_lengths` makes them."""
+
+    def at(self, lengths: Sequence[float]) -> Costs:
+        """Return the costs of microbatches of these lengths."""
+        ...
+
+
+def costs_at_lengths(program: Program, costs: Any, lengths: Sequence[float]) -> Costs:
+    """Return the costs of a program's microbatches, which have these lengths.
+
+    Raises:
+        TypeError: costs that are no function of length.
+        ValueError: another number of lengths than of microbatches.
+    """
+    # Fits are made by torch, and time does without it: so this asks for the method, and not for the class.
+    if not hasattr(costs, "at"):
+        raise TypeError(f"lengths= needs costs by fpipe.fit_lengths, found {type(costs).__name__}.")
+    if len(lengths) != program.microbatches:
+        raise ValueError(f"the program has {program.microbatches} microbatches, and lengths= {len(lengths)}.")
+    return costs.at(lengths)
