@@ -100,9 +100,9 @@ def test_predicted_bytes_are_those_held_before_and_after_communicate(plan: Drawn
 @given(plans(), costs(plain=True))
 def test_the_fast_pass_gives_the_times_of_the_plain_one(plan: DrawnProgram, costs: fpipe.Costs):
     program = plan.program
-    assert needs_only_main_lanes(group_ops(program.ops), costs)
+    assert needs_only_main_lanes(group_ops(program.ops, costs.vary_by_microbatch), costs)
     (exact,) = simulate_iterations(program, costs)
-    fast_times = main_lane_times(program, costs, costs.transfer, group_ops(program.ops))
+    fast_times = main_lane_times(program, costs, costs.transfer, group_ops(program.ops, costs.vary_by_microbatch))
     assert fast_times == (exact.starts, exact.ends)
 
 

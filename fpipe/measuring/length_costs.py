@@ -40,8 +40,8 @@ class LengthCosts:
             ValueError: no lengths, or one that is no positive number.
 
         >>> costs = fit_lengths({2: Costs(forward=[4.0]), 4: Costs(forward=[16.0])})
-        >>> costs.at([1, 3]).forward
-        [[1.0, 9.0]]
+        >>> [round(seconds) for seconds in costs.at([1, 3]).forward[0]]
+        [1, 9]
         """
         if not lengths or not all(isinstance(length, int | float) and length > 0 for length in lengths):
             raise ValueError(f"lengths are positive numbers, one for each microbatch; found {lengths!r}.")
