@@ -1,6 +1,7 @@
 """Laws of time: simulated times do not depend on how transfers are written, and they add up."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,12 +29,13 @@ NUMBERS = ["makespan", "span", "idle", "bubble", "bubble_span", "iterations", "s
 @st.composite
 def costs(draw: st.DrawFn, plain: bool = False) -> fpipe.Costs:
     """Draw costs of every kind: latencies and bandwidths for each link, free and busy senders, and their overheads."""
-    tables = st.lists(SECONDS, min_size=25, max_size=25)
-    per_microbatch = tables.map(lambda table: lambda stage, microbatch: table[(5 * stage + microbatch) % 25])
-    per_stage: Any = st.one_of(SECONDS, st.lists(SECONDS, min_size=5, max_size=5), per_microbatch)
-    ops = [draw(per_stage) for _ in range(3)]
+    per_stage = st.one_of(SECONDS, st.lists(SECONDS, min_size=5, max_size=5))
     if plain:
-        return fpipe.Costs(*ops, transfer=draw(SECONDS))
+        return fpipe.Costs(*(draw(per_stage) for _ in range(3)), transfer=draw(SECONDS))
+    by_microbatch = st.lists(SECONDS, min_size=7, max_size=7).map(
+        lambda seconds: lambda stage, microbatch: seconds[(3 * stage + microbatch) % 7]
+    )
+    ops = [draw(st.one_of(per_stage, by_microbatch)) for _ in range(3)]
     table = draw(st.lists(SECONDS, min_size=25, max_size=25))
     latency: Any = draw(st.sampled_from([0, 0.5, lambda source, target: table[(5 * source + target) % 25]]))
     options: dict[str, Any] = {}
@@ -100,10 +102,25 @@ def test_predicted_bytes_are_those_held_before_and_after_communicate(plan: Drawn
 @given(plans(), costs(plain=True))
 def test_the_fast_pass_gives_the_times_of_the_plain_one(plan: DrawnProgram, costs: fpipe.Costs):
     program = plan.program
-    assert needs_only_main_lanes(group_ops(program.ops, costs.vary_by_microbatch), costs)
+    assert needs_only_main_lanes(group_ops(program.ops), costs)
     (exact,) = simulate_iterations(program, costs)
-    fast_times = main_lane_times(program, costs, costs.transfer, group_ops(program.ops, costs.vary_by_microbatch))
+    fast_times = main_lane_times(program, costs, costs.transfer, group_ops(program.ops))
     assert fast_times == (exact.starts, exact.ends)
+
+
+@given(plans(), costs(plain=True))
+def test_equal_costs_of_microbatches_are_those_of_stages(plan: DrawnProgram, costs: fpipe.Costs):
+    program = plan.program
+    fields = {"forward": costs.forward, "backward_input": costs.backward_input}
+    tables: dict[str, Any] = {
+        name: [[seconds] * program.microbatches for seconds in (field if isinstance(field, list) else [field] * 5)]
+        for name, field in fields.items()
+    }
+    by_microbatch = replace(costs, **tables)
+    timelines = [fpipe.simulate(program, by_stage) for by_stage in (costs, by_microbatch)]
+    assert timelines[0].events == timelines[1].events
+    assert memory_curves(timelines[0]) == memory_curves(timelines[1])
+    assert fpipe.bounds(program, costs) == fpipe.bounds(program, by_microbatch)
 
 
 @given(plans(), costs(plain=True))

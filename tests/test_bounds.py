@@ -1,6 +1,8 @@
 """Lower bounds equal their formulas for uniform stages, and no schedule falls below them."""
 
+import itertools
 import math
+import random
 import re
 from typing import Any
 from unittest.mock import Mock
@@ -98,3 +100,33 @@ def test_bounds_of_many_stages_are_fast():
     assert str(bounds).endswith("\nwarm-up and lifespan leave memory out: a microbatch has too many ops.")
     moved = fpipe.chain(fpipe.split(4), fpipe.schedules.bpipe(4), fpipe.merge())(fpipe.program(4))
     assert str(fpipe.bounds(moved)).endswith("leave memory out: residuals leave their rank.")
+
+
+ROWS = [
+    row
+    for row in itertools.permutations(["F0", "F1", "B0", "B1"])
+    if all(row.index(f"F{microbatch}") < row.index(f"B{microbatch}") for microbatch in (0, 1))
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_order_at_all_beats_the_bound_of_costs_of_microbatches(seed: int):
+    """Of two stages and microbatches all orders are simulated: the bound is below each, and the search finds the best
+    of those that keep the order of microbatches."""
+    draw = random.Random(seed)
+    forward, backward = ([[draw.randint(1, 5) for _ in range(2)] for _ in range(2)] for _ in range(2))
+    costs = fpipe.Costs(forward, 0, 0, backward=backward)
+    best_in_order = best = math.inf
+    for rows in itertools.product(ROWS, repeat=2):
+        table = "\n".join(" ".join(f"{stage}{cell}" for cell in row) for stage, row in enumerate(rows))
+        try:
+            program = fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(table))(fpipe.program(2))
+        except fpipe.ProgramError:  # these ranks wait for one another
+            continue
+        makespan = fpipe.simulate(program, costs).makespan
+        assert fpipe.bounds(program, costs, memory_cap=2).makespan <= makespan
+        best = min(best, makespan)
+        if all(row.index("F0") < row.index("F1") and row.index("B0") < row.index("B1") for row in rows):
+            best_in_order = min(best_in_order, makespan)
+    searched = fpipe.search(2, costs, ranks=2, microbatches=2, placement="linear", split_backward=False, seconds=0.05)
+    assert searched.bound <= best <= searched.timeline.makespan <= best_in_order

@@ -53,7 +53,7 @@ def test_a_fit_gives_back_what_grows_with_the_length_and_its_square():
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "short table": (
         lambda: fpipe.simulate(pipeline("gpipe", 1, 3), fpipe.Costs(forward=[[1, 2]])),
-        "forward lists 2 microbatches of stage 0; the program has more",
+        "forward lists 2 microbatches at stage 0; the program has a 0F2",
     ),
     "negative": (lambda: fpipe.Costs(forward=[[1, -2]]), "forward is a time in seconds, at least 0; found -2"),
     "wrong function": (
@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fpipe.fit_lengths({2: fpipe.Costs([1, 2]), 4: fpipe.Costs([1, 2, 3])}),
         "profile the same stages at all lengths",
     ),
-    "plan": (lambda: fpipe.plan(fpipe.Costs(forward=[[1, 2], [1, 2]]), 2), "cost the same in each microbatch"),
+    "plan": (lambda: fpipe.plan(fpipe.Costs(forward=[[1, 2], [1, 2]]), 2), "plan takes one cost a stage"),
 }
 
 

@@ -34,6 +34,36 @@ def test_an_op_starts_when_its_rank_is_free_and_its_reads_have_arrived():
     assert [start[cell] for cell in ("0F0", "1F0", "1B0", "0B0")] == [0, 2.5, 5.5, 12]
 
 
+@pytest.mark.parametrize(("lengths", "makespan"), [([2, 2, 2], 24), ([1, 4, 1], 27), ([4, 1, 1], 30)])
+def test_packing_and_order_of_microbatches_decide_the_time(lengths: list[int], makespan: float):
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(2))(fpipe.program(2))
+    table = [lengths, lengths]
+    timelines = [
+        fpipe.simulate(program, Costs(seconds, seconds, seconds))
+        for seconds in (table, lambda stage, microbatch: table[stage][microbatch])  # pyright: ignore[reportUnknownLambdaType]
+    ]
+    assert timelines[0].events == timelines[1].events
+    assert timelines[0].makespan == makespan
+
+
+@pytest.mark.parametrize(
+    ("costs", "sentence"),
+    [
+        (Costs([[1, 1, 1], [1]]), "forward lists 1 microbatches at stage 1; the program has a 1F1."),
+        (Costs(lambda stage, microbatch: -1), "forward(0, 0) is a time in seconds, at least 0; found -1."),
+    ],
+)
+def test_costs_of_microbatches_are_checked(costs: Costs, sentence: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        fpipe.simulate(GPIPE, costs)
+
+
+def test_a_search_with_costs_of_microbatches_refuses_the_solver():
+    costs = Costs(lambda stage, microbatch: 1 + microbatch)
+    with pytest.raises(ValueError, match="takes microbatches as alike"):
+        fpipe.search(2, costs, ranks=2, microbatches=2, solver="cp-sat")
+
+
 def two_microbatches_in_order(row: str) -> fpipe.Program:
     return fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(row))(fpipe.program(1))
 

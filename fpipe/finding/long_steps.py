@@ -48,7 +48,7 @@ def short_program(program: Program, problem: SearchProblem) -> Program | None:
     kinds = {op.kind for op in program.ops}
     if count <= LONG_STEP * ranks or program.slices > 1 or problem.costs.bytes is not None or kinds & {"R", "PAIR"}:
         return None
-    if {"B", "I"} <= kinds or any(map(is_exchange, program.ops)):
+    if problem.costs.vary_by_microbatch or {"B", "I"} <= kinds or any(map(is_exchange, program.ops)):
         return None
     try:
         return program_with_microbatches(program, 2 * ranks + count % ranks)

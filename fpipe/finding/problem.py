@@ -94,14 +94,19 @@ def relaxed_costs(costs: Costs, program: Program) -> Costs:
     """
     # Without the cluster: `bounds` divides by the speed of a rank itself.
     seconds = replace(costs, cluster=None).seconds
-    input_seconds, weight_seconds = [0.0] * program.stages, [0.0] * program.stages
+    # One column for all microbatches where they are alike, so that these costs serve longer steps too.
+    columns = program.microbatches if costs.vary_by_microbatch else 1
+    input_seconds, weight_seconds = ([[0.0] * columns for _ in range(program.stages)] for _ in range(2))
     for op in parts_of(program.ops):
         if op.kind == "B" and op.stage is not None:
             bare = op._replace(options=())
             full, input_half, weight = (seconds(bare._replace(kind=kind)) for kind in "BIW")
-            input_seconds[op.stage] = min(full, input_half)
-            weight_seconds[op.stage] = min(weight, full - input_seconds[op.stage])
-    return replace(costs, backward_input=input_seconds, backward_weight=weight_seconds, backward=None)
+            column = (op.microbatch or 0) % columns
+            input_seconds[op.stage][column] = min(full, input_half)
+            weight_seconds[op.stage][column] = min(weight, full - min(full, input_half))
+    tables = input_seconds, weight_seconds
+    inputs, weights = tables if costs.vary_by_microbatch else ([row[0] for row in table] for table in tables)
+    return replace(costs, backward_input=inputs, backward_weight=weights, backward=None)
 
 
 WITHOUT_COSTS = " without costs"

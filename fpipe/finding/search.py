@@ -139,6 +139,9 @@ def search(
         choose_recompute=checkpoint == "auto" and cap < math.inf,
         microbatches=base.microbatches,
     )
+    # The solver takes microbatches in their order, which is no loss where all are alike.
+    if solver == "cp-sat" and costs.vary_by_microbatch:
+        raise ValueError('solver="cp-sat" takes microbatches as alike, and these costs vary; say solver="local".')
     if _one_of("solver", solver, Solver) == "cp-sat" and not is_installed():
         raise ModuleNotFoundError(
             'solver="cp-sat" needs OR-tools: pip install ortools networkx. solver="local" needs none, but proves less.'
@@ -167,7 +170,8 @@ def search_for(
     short_base = short_program(base, problem) if policy in ("never", "auto") else None
     searched = _recomputing(short_base, policy) if short_base is not None else bases
     named_ops = sum(bool(kind_of(op.kind).time) for op in searched[0].ops)
-    by_solver = solver == "cp-sat" or (solver == "auto" and is_installed() and named_ops * 1.5 <= MAX_OPS_ASKED)
+    is_solvable = is_installed() and not problem.costs.vary_by_microbatch and named_ops * 1.5 <= MAX_OPS_ASKED
+    by_solver = solver == "cp-sat" or (solver == "auto" and is_solvable)
     return _Search(base, searched, bases, problem, seconds, by_solver, progress).run()
 
 

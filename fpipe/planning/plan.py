@@ -19,6 +19,7 @@ from fpipe.limits import check_whole_number
 from fpipe.program import Op
 from fpipe.timing.balance import balance, scale_to_integers
 from fpipe.timing.costs import Costs
+from fpipe.timing.lengths import require_equal_microbatches
 
 RunMode = Literal["fused", "train", "infer"]
 Groups = list[range]
@@ -153,8 +154,7 @@ def _make_layers(costs: Costs, stages: Any, run: RunMode, memory: Any, limit: fl
         check_whole_number("stages", stages)
     if memory is not None and (not isinstance(memory, Collection) or isinstance(memory, str)):
         raise TypeError(f"memory lists the bytes of each stage, found {memory!r}.")
-    if costs.vary_by_microbatch:
-        raise ValueError("a plan fills ranks with stages, which cost the same in each microbatch: give their means.")
+    require_equal_microbatches(costs, "plan")
     lengths = {len(row) for row in vars(costs).values() if isinstance(row, Sequence) and not isinstance(row, str)}
     lengths |= set() if stages is None else {stages}
     if len(lengths) != 1 or 0 in lengths:

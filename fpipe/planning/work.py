@@ -22,6 +22,7 @@ from fpipe.schedules.notations import NamedSchedule
 from fpipe.timing.amounts import NamedBytes, interpolate
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
+from fpipe.timing.lengths import require_equal_microbatches
 from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.data_parallel import data_parallel
@@ -84,6 +85,8 @@ _SECONDS_OF_TRANSFERS = "send", "receive"
 
 def _interpolate_costs(smaller: Costs, larger: Costs, weight: float) -> Costs:
     """Interpolate seconds of ops and transfers, and bytes; all else is as for the smaller microbatch."""
+    for costs in (smaller, larger):
+        require_equal_microbatches(costs, "interpolation")
     # Links and the cluster do not depend on rows. A transfer that is a table or a function is left as it is.
     fields = {
         field_name: interpolate(field_name, getattr(smaller, field_name), getattr(larger, field_name), weight)

@@ -14,6 +14,7 @@ from fpipe.schedules.notations import parse
 from fpipe.timing.amounts import NamedBytes, align_columns, checked_count, format_amount
 from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs, PerStage, checked_costs, compute_ranks
+from fpipe.timing.lengths import require_equal_microbatches
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.transforms._rewrite import Transform, chain
@@ -230,6 +231,7 @@ def share_costs(costs: Costs, parts: float, slices: int = 1) -> Costs:
     """
     if parts == 1:
         return costs
+    require_equal_microbatches(costs, "a cut of a rank's share")
     # Seconds and residuals belong to an op, so they are divided by all parts. Parameters and gradients belong to a
     # stage, whatever its slices. Other values, such as what is sent, have their size for every cut.
     costs_by_field = {field_name: getattr(costs, field_name) for field_name in SHARED_SECONDS}

@@ -12,19 +12,18 @@ from fpipe.program import Op, Value, kind_of
 
 
 def numbers_of_stages(field: Any) -> Iterable[Any]:
-    """Return the numbers of a field: one for all stages, or one for each stage, or for each stage and microbatch.
-
-    A function of stage and microbatch is not called yet.
-    """
-    if callable(field):
-        return ()
-    entries: Iterable[Any] = field if isinstance(field, Sequence) and not isinstance(field, str) else (field,)
-    return [number for entry in entries for number in (entry if isinstance(entry, list | tuple) else (entry,))]
+    """Return the numbers of a field that has one for all stages, or one for each."""
+    return field if isinstance(field, Sequence) and not isinstance(field, str) else (field,)
 
 
-def varies_by_microbatch(field: Any) -> bool:
-    """Whether a field has numbers of its own for each microbatch."""
-    return callable(field) or (isinstance(field, Sequence) and any(isinstance(entry, list | tuple) for entry in field))
+def is_row(costs: object) -> bool:
+    """Whether costs are listed: of stages, or in such a list of the microbatches of a stage."""
+    return isinstance(costs, Sequence) and not isinstance(costs, str)
+
+
+def numbers_of_ops(field: Any) -> Iterable[Any]:
+    """Return the numbers of a field of stages or [stage][microbatch]; none of a function, not yet called."""
+    return () if callable(field) else (number for row in numbers_of_stages(field) for number in numbers_of_stages(row))
 
 
 def numbers_of_links(name: str, unit: str, field: Any) -> Iterable[Any]:
@@ -75,28 +74,35 @@ def number_on_link(cost: Any, source: int, target: int, name: str) -> float:
     return cost[source, target]
 
 
-def number_at_stage(cost: Any, stage: int, name: str, microbatch: int | None = None) -> float:
-    """Return the number of one stage, and of one microbatch where these have their own."""
-    if callable(cost):
-        return checked_seconds(f"{name}({stage}, {microbatch})", cost(stage, microbatch or 0))
+def number_at_stage(cost: Any, stage: int, name: str) -> float:
+    """Return the number of one stage."""
     if not isinstance(cost, Sequence):
         return cost
     if stage >= len(cost):
         raise ValueError(f"{name} lists {len(cost)} costs, but the program has a stage {stage}; give one a stage.")
-    entry: Any = cost[stage]
-    if not isinstance(entry, list | tuple):
-        return entry
-    if (microbatch or 0) >= len(entry):
-        raise ValueError(f"{name} lists {len(entry)} microbatches of stage {stage}; the program has more.")
-    return entry[microbatch or 0]
+    return cost[stage]
+
+
+def number_at_op(cost: Any, op: Op, name: str) -> float:
+    """Return the number of an op, from any of the four forms of a field of ops."""
+    stage, microbatch = op.stage or 0, op.microbatch
+    # A function may stand for the whole table, or for the row of a stage.
+    row: Any = cost if callable(cost) else number_at_stage(cost, stage, name)
+    if not callable(row) and not is_row(row):
+        return row
+    if microbatch is None:
+        raise ValueError(f"{name} has costs of microbatches, and {op.cell} belongs to none; give one cost a stage.")
+    if callable(row):
+        return checked_seconds(f"{name}({stage}, {microbatch})", row(stage, microbatch))
+    if microbatch >= len(row):
+        raise ValueError(f"{name} lists {len(row)} microbatches at stage {stage}; the program has a {op.cell}.")
+    return row[microbatch]
 
 
 def interpolate(name: str, low: Any, high: Any, weight: float) -> Any:
     """Interpolate one field of costs: a number, one for each stage, or nothing."""
     if low is None or high is None:
         return high
-    if varies_by_microbatch(low) or varies_by_microbatch(high):
-        raise ValueError(f"{name} differs between microbatches, and is no number to interpolate.")
     lengths = {len(cost) for cost in (low, high) if isinstance(cost, Sequence)}
     if len(lengths) > 1:
         raise ValueError(f"{name} lists {len(low)} stages for one size and {len(high)} for another; list as many.")

@@ -24,19 +24,21 @@ from fpipe.timing.amounts import (
     check_bytes,
     checked_rate,
     checked_seconds,
-    number_at_stage,
+    is_row,
+    number_at_op,
     number_on_link,
     numbers_of_links,
+    numbers_of_ops,
     numbers_of_stages,
     scattered_value,
     storages_of,
-    varies_by_microbatch,
 )
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.messages import MESSAGES
 
 Messages = Literal["eager", "rendezvous", "nccl", "nccl_pairs", "nccl_directions"]
-PerStage = float | Sequence[float] | Sequence[Sequence[float]] | Callable[[int, int], float]
+PerStage = float | Sequence[float]
+PerMicrobatch = PerStage | Sequence[Sequence[float]] | Callable[[int, int], float]
 Link = tuple[int, int]
 PerLink = float | Mapping[Link, float] | Callable[[int, int], float]
 
@@ -45,15 +47,13 @@ PerLink = float | Mapping[Link, float] | Callable[[int, int], float]
 class Costs:
     """Seconds of one op for one microbatch (and slice), a number for all stages or one for each; and what moving takes.
 
-    Where microbatches differ, seconds are a table `[stage][microbatch]` or a function `f(stage, microbatch)`.
-
     A value on its way from rank a to rank b leaves when it is there and its link is free, keeps the link for
     bytes/bandwidth seconds, and arrives `transfer` seconds after that. Without a bandwidth a link carries any number of
     values at once. Ranks may be busy with it too: the sender for `send` seconds before it leaves, the reader for
     `receive` seconds once it is there and the rank has time.
 
     Args:
-        forward, backward_input, backward_weight: of F, I and W.
+        forward, backward_input, backward_weight: of F, I and W; or `[stage][microbatch]`, or `f(stage, microbatch)`.
         recompute: of R; by default what F costs.
         backward: of a full backward B; by default what I and W cost together.
         transfer: latency from one rank to another, in seconds: a number, `{(from, to): seconds}` or
@@ -88,26 +88,26 @@ class Costs:
     2.0
     """
 
-    forward: PerStage = 1
-    backward_input: PerStage = 1
-    backward_weight: PerStage = 1
-    recompute: PerStage | None = None
+    forward: PerMicrobatch = 1
+    backward_input: PerMicrobatch = 1
+    backward_weight: PerMicrobatch = 1
+    recompute: PerMicrobatch | None = None
     transfer: PerLink = 0
     _: KW_ONLY
     bandwidth: PerLink | None = None
     sender: Literal["free", "busy"] = "free"
     messages: Messages = "eager"
     pair: Literal["sum", "max"] | Callable[[Op], float] = "sum"
-    offload: PerStage = 0
-    load: PerStage | None = None
+    offload: PerMicrobatch = 0
+    load: PerMicrobatch | None = None
     host_bandwidth: float | None = None
     bytes: Bytes | None = None
-    backward: PerStage | None = None
+    backward: PerMicrobatch | None = None
     reduce: PerStage = 0
     gather: PerStage = 0
     scatter: PerStage = 0
     update: PerStage = 0
-    exchange: PerStage = 0
+    exchange: PerMicrobatch = 0
     cluster: Cluster | None = None  # a text is parsed
     send: float = 0
     receive: float = 0
@@ -158,7 +158,7 @@ class Costs:
         for field_name in _PER_STAGE_FIELDS:
             field_costs = getattr(self, field_name)
             if field_costs is not None or field_name not in ("recompute", "load", "backward"):
-                for cost in numbers_of_stages(field_costs):
+                for cost in numbers_of_ops(field_costs):
                     checked_seconds(field_name, cost)
         for field_name in ("send", "receive"):
             checked_seconds(field_name, getattr(self, field_name))
@@ -195,14 +195,15 @@ class Costs:
         check_bytes(self.bytes)
 
     @property
-    def vary_by_microbatch(self) -> bool:
-        """Whether some costs differ between microbatches."""
-        return any(varies_by_microbatch(getattr(self, field_name)) for field_name in _PER_STAGE_FIELDS)
-
-    @property
     def occupies_ranks(self) -> bool:
         """Whether transfers keep ranks from other work, or wait for them."""
         return self.sender == "busy" or self.send > 0 or self.receive > 0 or self.messages != "eager"
+
+    @property
+    def vary_by_microbatch(self) -> bool:
+        """Whether some ops of one kind and stage may take longer than others."""
+        costs_of_kinds = (getattr(self, field_name) for field_name in _PER_STAGE_FIELDS)
+        return any(callable(costs) or any(map(is_row, numbers_of_stages(costs))) for costs in costs_of_kinds)
 
     def seconds(self, op: Op) -> float:
         """Return the seconds of an op on its lane."""
@@ -250,7 +251,7 @@ class Costs:
         return checked_seconds(f"the cost of {op.cell}", cost(op)) if callable(cost) else cost
 
     def _field_at(self, field_name: str, op: Op) -> float:
-        return number_at_stage(getattr(self, field_name), op.stage or 0, field_name, op.microbatch)
+        return number_at_op(getattr(self, field_name), op, field_name)
 
     def _ring_seconds(self, op: Op) -> float:
         """Return the seconds that a collective over replicas takes on the links between them."""
@@ -363,9 +364,8 @@ def checked_costs(costs: object, program: Program | None = None) -> Costs:
     if program.ranks > cluster_ranks and max(compute_ranks(program)) >= cluster_ranks:
         raise ValueError(f"the program has {program.ranks} ranks, and the cluster {cluster_ranks}.")
     for field_name in _PER_STAGE_FIELDS:
-        field_costs = getattr(costs, field_name)
-        length = len(field_costs) if isinstance(field_costs, Sequence) else program.stages
-        if length < program.stages:
+        length = len([*numbers_of_stages(getattr(costs, field_name))])
+        if isinstance(getattr(costs, field_name), Sequence) and length < program.stages:
             problem = f"{field_name} lists {length} costs, but the program has a stage {length}"
             raise ValueError(f"{problem}; give one for each of its {program.stages} stages.")
     return costs

@@ -109,17 +109,16 @@ class OpGroups(NamedTuple):
         return list(map(list(facts).__getitem__, self.numbers))
 
 
-def group_ops(ops: Sequence[Op], by_microbatch: bool = False) -> OpGroups:
-    """Group ops that differ only in microbatch, slice, reads and writes; or, `by_microbatch`, in slice and values.
+def group_ops(ops: Sequence[Op]) -> OpGroups:
+    """Group ops that differ only in microbatch, slice, reads and writes.
 
     A program of a million ops has a few thousand groups. What depends on the group alone, such as seconds and lanes, is
     computed once for each.
     """
     # Iterators in C: ops lie scattered in memory, and a Python loop that looks at each takes 0.1 us an op. The indices
-    # are kind, stage, rank, parts and options of an `Op`, and its microbatch.
-    fields = (0, 1, 4, 7, 8, 2) if by_microbatch else (0, 1, 4, 7, 8)
+    # are kind, stage, rank, parts and options of an `Op`.
     number_by_facts = defaultdict[Any, int](count().__next__)
-    numbers = list(map(number_by_facts.__getitem__, map(itemgetter(*fields), ops)))
+    numbers = list(map(number_by_facts.__getitem__, map(itemgetter(0, 1, 4, 7, 8), ops)))
     # Numbers are given in the order of first occurrence, so each search starts where the one before ended.
     samples: list[Op] = []
     position = 0

@@ -1,4 +1,4 @@
-"""Costs of microbatches of given lengths.
+"""Costs of microbatches that differ, as in lengths.
 
 costs as a function of length, [300, 900]        -->        Costs of the first and second microbatch
 """
@@ -33,3 +33,13 @@ def costs_at_lengths(program: Program, costs: Any, lengths: Sequence[float]) -> 
     if len(lengths) != program.microbatches:
         raise ValueError(f"the program has {program.microbatches} microbatches, and lengths= {len(lengths)}.")
     return costs.at(lengths)
+
+
+def require_equal_microbatches(costs: Costs, purpose: str) -> None:
+    """Refuse costs that vary by microbatch, for a purpose that has no microbatches.
+
+    Raises:
+        ValueError: they vary.
+    """
+    if costs.vary_by_microbatch:
+        raise ValueError(f"{purpose} takes one cost a stage; costs of microbatches are for simulate and search.")

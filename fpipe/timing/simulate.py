@@ -93,7 +93,7 @@ def simulate(
     if costs.messages != "eager" and costs.cluster is not None and costs.cluster.has_queues:
         raise ValueError(f'on shared links messages are "eager"; found messages={costs.messages!r}.')
     with building():
-        groups = group_ops(program.ops, costs.vary_by_microbatch)
+        groups = group_ops(program.ops)
         if iterations == 1 and needs_only_main_lanes(groups, costs):
             return _simulate_main_lanes(program, costs, groups)
         return _simulate_lanes(program, costs, groups, iterations)
@@ -103,8 +103,9 @@ def needs_only_main_lanes(groups: OpGroups, costs: Costs) -> bool:
     """Whether only main lanes and one latency for all links matter, and all ops of a group cost the same."""
     # A bandwidth needs no check of its own: it comes with bytes.
     has_one_latency = isinstance(costs.transfer, int | float) and costs.cluster is None
-    moves_freely = has_one_latency and not costs.occupies_ranks and costs.bytes is None
-    return moves_freely and all(lane_of(op) == "main" and not has_varying_cost(op.kind) for op in groups.samples)
+    is_plain = not (costs.occupies_ranks or costs.vary_by_microbatch) and costs.bytes is None
+    is_alike = all(lane_of(op) == "main" and not has_varying_cost(op.kind) for op in groups.samples)
+    return has_one_latency and is_plain and is_alike
 
 
 def _simulate_main_lanes(program: Program, costs: Costs, groups: OpGroups) -> Timeline:
