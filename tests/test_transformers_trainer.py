@@ -73,9 +73,14 @@ def test_a_pipeline_in_one_process_has_the_bits_of_the_trainer(plain: Any, tmp_p
     assert all(map(torch.equal, pipeline_net.parameters(), plain.model.parameters()))
     expected = plain.evaluate(dataset()[:4])["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
-    # Accumulated batches add up pairs of microbatches first.
-    accumulated = arguments(tmp_path / "accumulated", 4, accumulation=2)
-    trainer = PipelineTrainer(make_net(), accumulated, **options, pipeline=Pipeline(stages=2, microbatches=2))
+
+
+@pytest.mark.deep
+def test_accumulated_batches_are_added(plain: Any, tmp_path: Path):
+    """They add up pairs of microbatches first, and so in another order."""
+    options = arguments(tmp_path, 4, accumulation=2)
+    pipeline = Pipeline(stages=2, microbatches=2)
+    trainer = PipelineTrainer(make_net(), options, train_dataset=dataset(), pipeline=pipeline)
     trainer.train()
     torch.testing.assert_close(torch.tensor(logged(trainer)), torch.tensor(logged(plain)), rtol=1e-5, atol=0)
 
@@ -159,6 +164,7 @@ def train_replicas(rank: int, folder: Path) -> list[Any]:
     return logged(trainer)
 
 
+@pytest.mark.deep
 def test_replicas_train_on_rows_of_their_own(pair: Processes, plain: Any, tmp_path: Path):
     """Their gradients are added in another order."""
     for logs in pair.run(train_replicas, tmp_path):
