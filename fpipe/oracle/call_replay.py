@@ -72,7 +72,7 @@ class MicrobatchReplay:
 
     Attributes:
         param_grads: the reference's gradient of each parameter for this microbatch, after `run`.
-        trial_grads: of several forwards the part of the first, which may be a pipeline's trial run of shapes.
+        later_grads, later_limits: without the first of several forwards, which may be a pipeline's trial of shapes.
         limits: how far rounding may take each of them.
         roots: how many calls stand in no other: with a pipeline, one for each microbatch.
         is_whole: whether every call of the net could be replayed, so that `param_grads` are complete.
@@ -97,7 +97,7 @@ class MicrobatchReplay:
         self.roots = sum(call["parent"] is None and any(call["grads"].values()) for call in calls)
         self._results = dict[int, CallResult]()
         self.param_grads, self.limits = dict[str, Tensor](), dict[str, float]()
-        self.trial_grads = dict[str, Tensor]()
+        self.later_grads, self.later_limits = dict[str, Tensor](), dict[str, float]()
         self.is_whole = all(
             any(self._is_judged[ancestor] for ancestor in self._calls_around(number))
             # The root of a pipeline's stage only calls its layers.
@@ -293,14 +293,16 @@ class MicrobatchReplay:
 
     def _add_param_grads(self, number: int, result: CallResult) -> None:
         limits = _Limits(self, number, result)
+        # Two sums, and not a difference: torch runs the trial on uninitialized memory, whose gradients may be NaN.
+        sums = [(self.param_grads, self.limits)]
+        if self.roots > 1 and self._calls_around(number)[-1] != 0:
+            sums.append((self.later_grads, self.later_limits))
         # A module that is called several times adds up the gradients of its calls.
         for name, grad in result.param_grads.items():
-            total = self.param_grads.get(name)
-            self.param_grads[name] = grad if total is None else total + grad
-            if self.roots > 1 and self._calls_around(number)[-1] == 0:
-                trial_total = self.trial_grads.get(name)
-                self.trial_grads[name] = grad if trial_total is None else trial_total + grad
-            self.limits[name] = self.limits.get(name, 0.0) + limits.limit_of(f"param {name}")()
+            limit = limits.limit_of(f"param {name}")()
+            for total_by_name, limit_by_name in sums:
+                total_by_name[name] = total_by_name[name] + grad if name in total_by_name else grad
+                limit_by_name[name] = limit_by_name.get(name, 0.0) + limit
 
     def _fault(self, module: str, phase: str, mistake: str, moment: int) -> Fault:
         step, microbatch = self._moment

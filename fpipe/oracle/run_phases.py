@@ -143,9 +143,10 @@ def judge_accumulation(
                     if expected.count_nonzero():
                         add_fault(findings, name, "accumulation", "no gradient reaches it", rank.step, k)
                     continue
-                trial_grad = replays[number][k].trial_grads.get(name)
-                roots = replays[number][k].roots
-                if not _is_sum(label, actual, expected, copies, trial_grad, roots, limit, findings):
+                replay = replays[number][k]
+                former = grads[number][k - 1] if k else {}
+                is_right = _is_sum_of_later(label, actual, name, former, replay, findings)
+                if not is_right and not _is_sum(label, actual, expected, copies, replay.roots, limit, findings):
                     own_grad = replays[number][k].param_grads.get(name, torch.zeros_like(actual))
                     mistake = _explain_accumulation(actual, own_grad, former_grads.get(name), k, expected)
                     add_fault(findings, name, "accumulation", mistake, rank.step, k)
@@ -156,7 +157,6 @@ def _is_sum(
     actual: Tensor,
     expected: Tensor,
     copies: Sequence[Tensor],
-    trial_grad: Tensor | None,
     roots: int,
     limit: float,
     findings: Findings,
@@ -167,16 +167,29 @@ def _is_sum(
     if len(copies) > 1:
         total = torch.stack([to_double(copy) for copy in copies]).sum(0)
         candidates += [(total / len(copies)).to(expected.dtype), total.to(expected.dtype)]
-    # torch's pipelines divide by the number of microbatches once all of them are through, and may run a trial before.
+    # torch's pipelines divide by the number of microbatches once all of them are through.
     candidates += [candidate / roots for candidate in candidates] if roots > 1 else []
-    without_trial = [] if trial_grad is None else [expected - trial_grad, (expected - trial_grad) / (roots - 1)]
-    nearest = min([*candidates, *without_trial], key=lambda candidate: distance(actual, candidate))
-    if any(nearest is candidate for candidate in without_trial):
-        findings.notes["The first forward adds no gradient: it counts as a pipeline's trial run of shapes."] = None
+    nearest = min(candidates, key=lambda candidate: distance(actual, candidate))
     rounding = (
         _SUM_EPSILONS * eps_of(actual, expected) * sum(float(to_double(copy).norm()) for copy in copies or [expected])
     )
     return findings.agree(label, actual, nearest, lambda: limit + rounding)
+
+
+def _is_sum_of_later(
+    label: str, actual: Tensor, name: str, former: Tensors, replay: MicrobatchReplay, findings: Findings
+) -> bool:
+    """Whether a gradient is the sum of all forwards but the first, which is then a pipeline's trial of shapes."""
+    if name not in replay.later_grads:
+        return False
+    total = _add(former, {name: replay.later_grads[name]})[name]
+    limit = replay.later_limits[name] + _SUM_EPSILONS * eps_of(actual, total) * float(to_double(total).norm())
+    nearest = min((total, total / (replay.roots - 1)), key=lambda candidate: distance(actual, candidate))
+    if distance(actual, nearest) > limit:
+        return False
+    findings.agree(label, actual, nearest, lambda: limit)
+    findings.notes["The first forward adds no gradient: it counts as a pipeline's trial run of shapes."] = None
+    return True
 
 
 def _explain_accumulation(actual: Tensor, grad: Tensor, former_grad: Tensor | None, k: int, expected: Tensor) -> str:
