@@ -73,6 +73,10 @@ def test_a_pipeline_in_one_process_has_the_bits_of_the_trainer(plain: Any, tmp_p
     assert all(map(torch.equal, pipeline_net.parameters(), plain.model.parameters()))
     expected = plain.evaluate(dataset()[:4])["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    # A last batch of fewer rows than microbatches, and one of rows that microbatches share out unequally.
+    for rows in (11, 14):
+        expected = plain.evaluate(dataset()[:rows])["eval_loss"]
+        assert trainer.evaluate(dataset()[:rows])["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.deep
@@ -89,7 +93,6 @@ def example() -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in dataset()[:8]]) for name in dataset()[0]}
 
 
-@pytest.mark.filterwarnings("ignore:.*holds -100")
 def test_a_rank_loads_its_stages_alone(tmp_path: Path):
     net = make_net()
     net.save_pretrained(tmp_path)
@@ -112,10 +115,11 @@ def train_stages(rank: int, folder: Path, by_stage: bool, stopped: bool) -> tupl
     trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2") if stopped else None)
     trainer.save_model(str(folder / "end"))
     assert len([leaf for leaf in net.parameters() if not leaf.is_meta and leaf.isfinite().all()]) == 10 + rank
+    with pytest.raises(ValueError, match="logits and metrics need one process"):
+        trainer.predict(dataset()[:8])
     return logged(trainer), trainer.evaluate(dataset()[:8])["eval_loss"]
 
 
-@pytest.mark.filterwarnings("ignore:.*holds -100")
 @pytest.mark.parametrize("by_stage", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_two_processes_have_the_bits_of_the_trainer(pair: Processes, plain: Any, tmp_path: Path, by_stage: bool):
     make_net().save_pretrained(tmp_path / "start")
@@ -176,6 +180,24 @@ def test_options_that_a_pipeline_lacks_are_refused(tmp_path: Path):
         PipelineTrainer(make_net(), arguments(tmp_path, 4), compute_loss_func=lambda *_: 0, train_dataset=dataset())
     with pytest.raises(ValueError, match="PipelineTrainer has no torch_compile"):
         PipelineTrainer(make_net(), arguments(tmp_path, 4, torch_compile=True), train_dataset=dataset())
+
+
+class NormalizedRegression(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.mse_loss(self.layers(x), labels)}
+
+
+def test_module_state_is_refused(tmp_path: Path):
+    """The running statistics of a batch norm were dropped after each step, without a word."""
+    rows = [{"x": torch.randn(4), "labels": torch.randn(1)} for _ in range(8)]
+    pipeline = Pipeline(cuts=["layers.1"])
+    trainer = PipelineTrainer(NormalizedRegression(), arguments(tmp_path, 8), train_dataset=rows, pipeline=pipeline)
+    with pytest.raises(ValueError, match=r"keeps no module state, and the net has layers\.1\.num_batches_tracked"):
+        trainer.train()
 
 
 def test_gradients_of_several_steps_are_added_to_those_of_a_net():

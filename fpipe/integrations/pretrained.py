@@ -5,6 +5,7 @@ Pipeline("zb_h1", ranks=2)    -->    cut_net(net, pipeline, 2, batch)    -->    
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class Pipeline:
         ranks: processes of one pipeline; by default all. Under `torchrun` with more processes there are replicas. In
             one process the program is run by it alone.
         stages: stages of the net, by default one a rank.
-        microbatches: of each batch that the Trainer hands in; `per_device_train_batch_size` is that batch's rows.
+        microbatches: of each batch that the Trainer hands in; `per_device_train_batch_size` is that batch's rows. One
+            of fewer rows has a microbatch for each.
         transforms: what comes between split and schedule, such as `fpipe.checkpoint()`.
         cuts: paths of the modules after which stages end, instead of equal parts.
         options: further arguments of `fpipe.build`.
@@ -55,10 +57,10 @@ class Pipeline:
     cuts: Sequence[str] | None = None
     options: Mapping[str, Any] | None = None
 
-    def transform(self, ranks: int, replica_axis: str | None) -> Transform:
-        """Return the transform of the program of one batch."""
+    def transform(self, ranks: int, microbatches: int, replica_axis: str | None) -> Transform:
+        """Return the transform of the program of a batch of so many microbatches."""
         schedule = get(self.schedule) if isinstance(self.schedule, str) else self.schedule
-        parts = [split(self.microbatches), *self.transforms, schedule(ranks), merge()]
+        parts = [split(microbatches), *self.transforms, schedule(ranks), merge()]
         return chain(*parts, *([] if replica_axis is None else [data_parallel(replica_axis)]))
 
 
@@ -106,8 +108,12 @@ def from_pretrained_by_stage(
         if buffers:
             net._init_weights(module)
     ranks = pipeline.ranks or (dist.get_world_size() if dist.is_initialized() else 1)
-    model, _, _ = cut_net(net, pipeline, ranks, example)
-    program = pipeline.transform(ranks, None)(program_of(model))
+    batch = dict(example)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(net.forward).parameters.values()):
+        # As the Trainer asks whether a net divides its loss by a number of labels.
+        batch.setdefault("num_items_in_batch", torch.ones(()))
+    model, _, _ = cut_net(net, pipeline, ranks, batch)
+    program = pipeline.transform(ranks, pipeline.microbatches, None)(program_of(model))
     rank = (dist.get_rank() if dist.is_initialized() else 0) % ranks if rank is None else rank
     values = load_params(model, program, folder, rank)
     aliases: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}

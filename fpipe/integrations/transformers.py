@@ -57,8 +57,9 @@ class PipelineTrainer(transformers.Trainer):
         pipeline: how a batch is pipelined.
 
     Raises:
-        ValueError: an option of the Trainer that a pipeline does not have (`compute_loss_func`, fp16, FSDP, DeepSpeed,
-            metrics of logits in several processes), or numbers of processes that do not fit.
+        ValueError: an option of the Trainer that a pipeline does not have (`compute_loss_func`, fp16, FSDP, DeepSpeed),
+            logits in several processes, a net with module state such as a batch norm, or numbers of processes that do
+            not fit.
     """
 
     def __init__(self, *arguments: Any, pipeline: Pipeline | None = None, **options: Any) -> None:
@@ -78,7 +79,8 @@ class PipelineTrainer(transformers.Trainer):
             self.rank = self.mesh.get_local_rank("pp")
             # The Trainer then neither wraps the net by DistributedDataParallel nor averages its gradients.
             self.is_distributed_loading_by_transformers = True
-        self._steps: dict[str, Step] = {}
+        # By purpose and number of microbatches: the last batch of an epoch may have fewer rows.
+        self._steps: dict[tuple[str, int], Step] = {}
         # The training step, and the number of the batch that it accumulates: the random key follows from both.
         self._place = -1, 0
 
@@ -145,6 +147,8 @@ class PipelineTrainer(transformers.Trainer):
     ) -> tuple[Any, Any, Any]:
         """Return the loss of a batch that is evaluated, and in one process the net's own logits and labels."""
         if not prediction_loss_only:
+            if self.mesh is not None:
+                raise ValueError("logits and metrics need one process: save the net and evaluate it there.")
             return super().prediction_step(model, dict(inputs), prediction_loss_only, ignore_keys)
         model.eval()
         labels = inputs.get("labels")
@@ -160,18 +164,23 @@ class PipelineTrainer(transformers.Trainer):
         batch = dict(self._prepare_inputs(dict(inputs)))
         if item_count is not None and self.model_accepts_loss_kwargs:
             batch["num_items_in_batch"] = torch.as_tensor(item_count, dtype=torch.float32, device=self.args.device)
-        if purpose not in self._steps:
-            self._steps[purpose] = self._build(purpose, batch)
+        rows = next(len(leaf) for leaf in batch.values() if isinstance(leaf, Tensor) and leaf.ndim)
+        count = min(self.pipeline.microbatches, rows)
+        if (purpose, count) not in self._steps:
+            self._steps[purpose, count] = self._build(purpose, count, batch)
         key = fold_in(fold_in(self.args.seed, self._place[0]), self._place[1])
-        return self._steps[purpose](self._params, (batch, None), state=self._state, key=key)
+        return self._steps[purpose, count](self._params, (batch, None), key=key)
 
-    def _build(self, purpose: str, batch: dict[str, Any]) -> Step:
-        """Cut the net at its first batch, and build the step of a purpose."""
+    def _build(self, purpose: str, count: int, batch: dict[str, Any]) -> Step:
+        """Cut the net at its first batch, and build the step of a purpose for batches of so many microbatches."""
         if not self._steps:
             self._cut = cut_net(_unwrapped(self.model), self.pipeline, self.ranks, batch)
         model, params, state = self._cut
+        if any(state or ()):
+            names = ", ".join(name for stage in state for name in stage)
+            raise ValueError(f"PipelineTrainer keeps no module state, and the net has {names}.")
         axis = "dp" if self.replicas > 1 else None
-        program = self.pipeline.transform(self.ranks, axis)(program_of(model))
+        program = self.pipeline.transform(self.ranks, count, axis)(program_of(model))
         if purpose == "evaluate":
             program, model = forward_only()(program), evaluating(model)
         options = dict(self.pipeline.options or {})
@@ -181,9 +190,8 @@ class PipelineTrainer(transformers.Trainer):
             example = params, (batch, None)
             options |= {"runtime": "distributed", "mesh": self.mesh, "example": example, "broadcast": True}
             params, all_params = local_params(program, params, self.rank), params
-            state = None if state is None else local_params(program, state, self.rank)
             _free_other_stages(_unwrapped(self.model), all_params, params)
-        self.program, self._params, self._state = program, params, state if any(state or ()) else None
+        self.program, self._params = program, params
         return build(program, model, **options)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -275,7 +283,6 @@ def _refuse_options(trainer: Any) -> None:
         "fsdp": bool(arguments.fsdp),
         "deepspeed": bool(arguments.deepspeed),
         "torch_compile": arguments.torch_compile,
-        "compute_metrics in several processes": trainer.compute_metrics is not None and arguments.world_size > 1,
     }
     for name in (name for name, is_on in refused.items() if is_on):
         raise ValueError(f"PipelineTrainer has no {name}: leave it out.")
