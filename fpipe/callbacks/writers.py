@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -14,7 +15,7 @@ from fpipe.limits import check_whole_number
 from fpipe.meaning.single_device.result import Result
 
 
-class StepWriter:
+class StepWriter(ABC):
     """Base class of writers of each step's numbers: a subclass has `write(step, numbers)`.
 
     Args:
@@ -36,9 +37,9 @@ class StepWriter:
         self.steps += 1
         self.write(self.steps, measure(result, seconds, self.workload))
 
+    @abstractmethod
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of `measure`; steps count from 1."""
-        raise NotImplementedError
 
 
 class CSV(StepWriter):

@@ -101,8 +101,8 @@ def table_of(program: Program) -> str:
         raise ProgramError(f"a table cannot say this: {error} Write a .fpipe file.") from None
     lost = sorted({op.kind for op in program.ops} - {op.kind for op in read_back.ops} - {"SEND", "RECV", "FREE"})
     if lost or read_back.table() != program.table():
-        what = ", ".join(lost) or "where some ops stand"
-        raise ProgramError(f"a table would lose {what}: write a .fpipe file.")
+        losses = ", ".join(lost) or "where some ops stand"
+        raise ProgramError(f"a table would lose {losses}: write a .fpipe file.")
     return text
 
 

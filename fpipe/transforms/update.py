@@ -261,8 +261,8 @@ def update_options(
             group_name = _checked_rule(group_rule)
             # A learning rate that the program says is that of all rules.
             rate = {"lr": settings["lr"]} if "lr" in settings else {}
-            rest = {setting: value for setting, value in group.items() if setting != "rule"}
-            group_settings = (("by", group_name), *_checked_settings(group_name, rate | rest))
+            typed = {setting: value for setting, value in group.items() if setting != "rule"}
+            group_settings = (("by", group_name), *_checked_settings(group_name, rate | typed))
         options["groups"] = (*options.get("groups", ()), (pattern, group_settings))
     return (*options.items(), *rule_settings)
 

@@ -140,36 +140,28 @@ def apply_rule(
     If `capturable`, numbers are 0-d tensors on the device, nothing is read from there, and leaves that the rule may
     overwrite end in the memory where they were.
     """
+    if not params:
+        return [], []
     pairs = [rule_of(rule, leaf_settings) for leaf_settings in settings]
-    new_params, new_states = [*params], [*states]
-    for leaf_rule in dict.fromkeys(leaf_rule for leaf_rule, _ in pairs):
-        indices = [index for index, pair in enumerate(pairs) if pair[0] == leaf_rule]
-        next_leaves = _apply_to_all(
-            leaf_rule,
-            [pairs[index][1] for index in indices],
-            [params[index] for index in indices],
-            [grads[index] for index in indices],
-            [states[index] for index in indices],
-            numbers,
-            [may_overwrite[index] for index in indices],
-            capturable,
-        )
-        for index, param, state in zip(indices, *next_leaves, strict=True):
-            new_params[index], new_states[index] = param, state
-    return new_params, new_states
-
-
-def _apply_to_all(
-    rule: str,
-    settings: Sequence[RuleSettings],
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-    numbers: Numbers,
-    may_overwrite: Sequence[bool],
-    capturable: bool,
-) -> tuple[list[Tensor], list[State]]:
-    """Return the next parameters and states under a rule, each leaf with its settings."""
+    if any(leaf_rule != rule for leaf_rule, _ in pairs):
+        new_params, new_states = [*params], [*states]
+        for leaf_rule in dict.fromkeys(leaf_rule for leaf_rule, _ in pairs):
+            indices = [index for index, pair in enumerate(pairs) if pair[0] == leaf_rule]
+            next_leaves = apply_rule(
+                leaf_rule,
+                [pairs[index][1] for index in indices],
+                [params[index] for index in indices],
+                [grads[index] for index in indices],
+                [states[index] for index in indices],
+                numbers,
+                [may_overwrite[index] for index in indices],
+                capturable,
+            )
+            for index, param, state in zip(indices, *next_leaves, strict=True):
+                new_params[index], new_states[index] = param, state
+        return new_params, new_states
+    # From here on all leaves have one rule, which a group may have named too.
+    settings = [leaf_settings for _, leaf_settings in pairs]
     if capturable:
         rate_is_tensor = isinstance(numbers.get("lr"), Tensor)
         settings = [as_capturable(rule, group_settings, rate_is_tensor) for group_settings in settings]
