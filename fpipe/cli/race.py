@@ -191,8 +191,9 @@ def _workers(jobs: Sequence[Job], setting: Setting, ranks: int) -> Generator[Cal
                     pass
             elif not ready:
                 return f"ended after {seconds:.0f} s."
+            # Python takes seconds to end a process that has loaded torch, after its end of the pipe is closed.
             for process in processes:
-                process.join(1)
+                process.join(10)
             codes = [process.exitcode for process in processes if process.exitcode]
             return f"its process ended with exit code {codes[0] if codes else 0}."
 

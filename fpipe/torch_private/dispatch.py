@@ -190,7 +190,7 @@ def intercept_functions(on_apply: Callable[[type, Any, Any], Any]) -> Generator[
     Those of torch and of fpipe are left alone, what `on_apply` applies itself, and where it returns NotImplemented. One
     thread at a time may be in here, since each puts back the method that it found.
     """
-    # Subclasses find `apply` in this class: it is a classmethod in Python, which no mode sees.
+    # Subclasses find `apply` in this class: a classmethod, in Python or from torch 2.15 on in C, which no mode sees.
     function_class: Any = torch.autograd.Function
     original = vars(function_class)["apply"]
 
@@ -201,7 +201,7 @@ def intercept_functions(on_apply: Callable[[type, Any, Any], Any]) -> Generator[
                 result = handler(cls, args, kwargs)
             if result is not NotImplemented:
                 return result
-        return original.__func__(cls, *args, **kwargs)
+        return original.__get__(None, cls)(*args, **kwargs)
 
     with _MOVES_LOCK, _ON_APPLY.set_to(on_apply):
         function_class.apply = classmethod(apply)

@@ -15,6 +15,7 @@ graph, so each replay sends and receives again. As of NCCL, an operation is capt
 from __future__ import annotations
 
 import ctypes
+import os
 import types
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -300,6 +301,8 @@ def register() -> None:
     """Register the group as a backend of torch.distributed."""
     if NAME not in dist.Backend.backend_list:
         options = OrderedGroup.Options
+        # torch 2.15 attaches a recorder to each group, by a name that a group in Python does not have.
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
 
         def make(store: Any, rank: int, size: int, timeout: timedelta) -> OrderedGroup:
             group_options = options()
