@@ -355,6 +355,18 @@ def test_an_unexpected_draw_mentions_other_threads():
     thread.join()
 
 
+def test_idle_threads_of_a_step_are_not_blamed_for_a_draw():
+    """The hint stood in errors of any later step, as long as one with runtime="threads" was kept."""
+    model = fpipe.from_functions([lambda p, x: x @ p["w"]] * 2, loss=lambda y, target: (y - target).square().mean())
+    params, batch = ({"w": torch.eye(4)},) * 2, (torch.randn(2, 4), torch.randn(2, 4))
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model, runtime="threads")
+    step(params, batch)
+    drawing = fpipe.from_functions([lambda p, x: torch.dropout(x @ p["w"], 0.5, True)], loss=model.loss)
+    with pytest.raises(ValueError, match=r"hand in key=, an int that they follow from\.$"):
+        fpipe.reference(drawing, params[:1], batch)
+
+
 def test_a_trace_keeps_the_draws_of_another_thread():
     """Used to restore torch's generator after a trace, and so to undo the draws of other threads."""
     drawn: list[Tensor] = []

@@ -124,10 +124,13 @@ def with_seed(seed: int | None, label: str) -> Generator[None]:
             drawing.append(label)
     if seed is None and not all(map(torch.equal, states_before, states_after)):
         hint = " Or another thread drew meanwhile: torch's own generator is one for all threads."
-        # Daemon threads do not count: they watch, as a progress bar's does, and draw nothing.
-        raise ValueError(
-            missing_key_message(label) + hint * (sum(not thread.daemon for thread in threading.enumerate()) > 1)
-        )
+        # Daemon threads watch, as a progress bar's does, and the idle threads of an earlier step wait: neither draws.
+        may_draw = [
+            thread
+            for thread in threading.enumerate()
+            if thread is not threading.current_thread() and not thread.daemon and not thread.name.startswith("fpipe")
+        ]
+        raise ValueError(missing_key_message(label) + hint * bool(may_draw))
 
 
 @contextmanager
