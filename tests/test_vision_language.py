@@ -64,8 +64,6 @@ def make_microbatch(net: Any) -> dict[str, Any]:
     "ignore:The Python of 'model.visual' looks at data",
     "ignore:the net fixes the 2 rows",
     "ignore:a stage runs under autograd",
-    # Qwen3VL: the second stage reads a mask of the first, and for zeros nothing is where an image would be.
-    "ignore:this step runs every stage under autograd",
     "ignore:.* holds -100",
 )
 @pytest.mark.parametrize(

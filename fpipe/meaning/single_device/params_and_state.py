@@ -208,6 +208,9 @@ def check_batch(batch: Any) -> None:
         raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.{hint}")
     # Hugging Face's BatchEncoding and the like are mappings that torch does not know as pytrees.
     tree.register_mappings(batch)
+    # Every step comes here, and the paths of sixteen microbatches take 0.2 ms.
+    if all(type(leaf) is Tensor for leaf in tree.leaves(batch)):
+        return
     for path, leaf in named_leaves(batch, BATCH):
         refuse_sharded([leaf], path)
         if isinstance(leaf, Tensor):

@@ -53,10 +53,11 @@ class DryRuns:
         context: the facts of the step.
         allows_sparse: whether gradients of parameters may be sparse.
         integers: the integer tensors of the batch by storage number: lengths and sizes of zeros would be no example.
+            Those that a run writes join them.
     """
 
     def __init__(self, context: StepContext, allows_sparse: bool, integers: Mapping[int, Tensor]) -> None:
-        self._allows_sparse, self._integers = allows_sparse, integers
+        self._allows_sparse, self._integers = allows_sparse, dict(integers)
         alone = replace(context.model, stages=tuple(map(_without_exchange, context.model.stages)))
         self._context = replace(context, model=alone, key=context.key or 0, watch_saved=False)
         self._sizes: dict[Value, Tensor] = {}
@@ -80,7 +81,9 @@ class DryRuns:
             results = self._cached_run(op, reads)
         elif op.kind == "W":
             results = self._gradients[coordinates]
-        abstracts = [OPAQUE if v.name in RESIDUALS else _in_own_storages(results[v.name, v.port]) for v in op.writes]
+        abstracts = [
+            OPAQUE if v.name in RESIDUALS else self._in_own_storages(results[v.name, v.port]) for v in op.writes
+        ]
         if op.kind == "F" and has_data_sizes(self._context.model, op.stage):
             self._note_sizes([pair for pair in zip(op.writes, abstracts, strict=True) if pair[0].name == "y"])
         return abstracts
@@ -134,7 +137,8 @@ class DryRuns:
             writes = [value for value in op.writes if value.name not in RESIDUALS]
             results = forward(forward_op._replace(writes=tuple(writes)), args, self._context)
             flows = [value.name in ("y", "again", "carry") for value in writes]
-            return {(v.name, v.port): _abstract_tree(*pair) for v, *pair in zip(writes, results, flows, strict=True)}
+            outputs = zip(writes, results, flows, strict=True)
+            return {(v.name, v.port): self._abstract_tree(*output) for v, *output in outputs}
         (residuals,) = forward(forward_op._replace(writes=(Value("res", *op[1:4]),)), args, self._context)
         pairs = zip(op.reads, reads, strict=True)
         args = [residuals if value.name in RESIDUALS else self._zeros(value, abstract) for value, abstract in pairs]
@@ -147,6 +151,26 @@ class DryRuns:
             name: AbstractTree(tuple(map(partial(_gradient_fact, self._allows_sparse), leaves[name], grads)))
             for name, grads in zip(leaves, gradients, strict=True)
         }
+
+    def _abstract_tree(self, value: Any, flows: bool) -> AbstractTree:
+        """Return the abstract tree of a value; leaves that flow to other stages count as wanting a gradient.
+
+        With other data than zeros they may want one, even if they do not here.
+        """
+        leaves, spec = tree.flatten(value)
+        facts = [*map(_fact, leaves)]
+        for fact, leaf in zip(facts, leaves, strict=True):
+            # Such as a mask of rows: with zeros there, the stage that selects by it would find none.
+            if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
+                self._integers[fact.storage] = zeros(fact.aval).copy_(leaf)
+        return AbstractTree(tuple(map(fact_wanting_grad, facts) if flows else facts), spec)
+
+    def _in_own_storages(self, abstract: AbstractTree) -> AbstractTree:
+        leaves = [fact_in_own_storage(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in abstract.leaves]
+        for leaf, own_leaf in zip(abstract.leaves, leaves, strict=True):
+            if isinstance(leaf, Fact) and leaf.storage in self._integers:
+                self._integers[own_leaf.storage] = self._integers[leaf.storage]
+        return abstract._replace(leaves=tuple(leaves))
 
 
 def _without_exchange(stage: Stage) -> Stage:
@@ -215,16 +239,6 @@ def zeros(aval: Aval) -> Tensor:
     return memory.as_strided(aval.shape, aval.stride).requires_grad_(aval.wants_grad)
 
 
-def _abstract_tree(value: Any, flows: bool) -> AbstractTree:
-    """Return the abstract tree of a value; leaves that flow to other stages count as wanting a gradient.
-
-    With other data than zeros they may want one, even if they do not here.
-    """
-    leaves, spec = tree.flatten(value)
-    facts = map(_fact, leaves)
-    return AbstractTree(tuple(map(fact_wanting_grad, facts) if flows else facts), spec)
-
-
 def _fact(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and not is_strided(leaf):
         raise TypeError(f"it writes a {layout_of(leaf)}")
@@ -237,11 +251,6 @@ def _gradient_fact(allows_sparse: bool, leaf: Any, grad: Tensor | None) -> Any:
         return None
     is_laid_out_as_leaf = grad is None or (allows_sparse and grad.is_sparse)
     return _fact(torch.empty_like(leaf.detach()) if is_laid_out_as_leaf else grad)
-
-
-def _in_own_storages(abstract: AbstractTree) -> AbstractTree:
-    leaves = (fact_in_own_storage(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in abstract.leaves)
-    return abstract._replace(leaves=tuple(leaves))
 
 
 class UnexpectedValue(ValueError):
