@@ -443,3 +443,13 @@ def _install_binding_hooks() -> None:
 
     register_module_buffer_registration_hook(bind)
     register_module_parameter_registration_hook(bind)
+
+
+def as_expression(x: Any) -> Any:
+    """Return an open number as an expression, or as a number if it is one; return anything else unchanged (2.13)."""
+    if not isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return x
+    expr: Any = x.node.expr
+    if expr.free_symbols:
+        return expr
+    return bool(expr) if isinstance(x, torch.SymBool) else int(expr) if isinstance(x, torch.SymInt) else float(expr)

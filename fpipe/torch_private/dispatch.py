@@ -6,7 +6,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -326,3 +326,10 @@ _ORIGINALS: dict[str, Any] = {}
 # The generator that torch runs around a checkpoint's function; torch 2.15 has it under the second name.
 _NAMES = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
 _GENERATOR = _NAMES[hasattr(checkpoints, _NAMES[1])]
+
+
+def python_dispatcher() -> AbstractContextManager[Any]:
+    """Run kernels that torch has in Python where it has both (2.13: `torch._dispatch.python`)."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()

@@ -155,7 +155,7 @@ def sympy_expression(size: Any) -> Any:
 
 def example_number(size: Any) -> int:
     """Return the number that an open size has in the example of its trace (2.13: `SymInt.node.hint`)."""
-    return size if isinstance(size, int) else int(size.node.hint or 1)
+    return int(size.node.hint or 1) if isinstance(size, torch.SymInt) else size
 
 
 def has_floor(expr: Any) -> bool:
@@ -232,3 +232,39 @@ def silence_export() -> Generator[None]:
             yield
     finally:
         log.disabled = was_disabled
+
+
+# Open sizes of a trace that is made by fpipe's own fake mode.
+
+
+def new_symbols() -> Any:
+    """Return an empty set of symbols with guards: sizes of 0 and 1 have none (2.13: `ShapeEnv`)."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv(duck_shape=False)
+
+
+def new_symbol(shape_env: Any, name: str, example: int) -> Any:
+    """Return a new symbol for a size that is at least 2, as a sympy expression (2.13: `create_symbol`)."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    return shape_env.create_symbol(example, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC)
+
+
+def open_size(shape_env: Any, expr: Any, example: int) -> Any:
+    """Return the open size of an expression (2.13: `create_symintnode`)."""
+    return shape_env.create_symintnode(expr, hint=example)
+
+
+def noted_guards(shape_env: Any) -> tuple[Any, ...]:
+    """Return all conditions on symbols under which a trace holds (2.13: `ShapeEnv.guards`)."""
+    return tuple(dict.fromkeys(guard.expr for guard in shape_env.guards))
+
+
+def is_expression(x: Any) -> bool:
+    """Whether something is an expression of symbols."""
+    return type(x).__module__.startswith(("sympy.", "torch.utils._sympy")) if type(x) not in _PLAIN else False
+
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)

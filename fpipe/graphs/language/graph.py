@@ -14,7 +14,7 @@ from torch import Tensor
 from fpipe.graphs.language.labels import GENERATORS, is_cotangent
 from fpipe.meaning.purity.sharded import Sharding, is_collective, local_shard, sharding_of
 from fpipe.meaning.purity.write_guard import is_check, storage_span
-from fpipe.torch_internals import storage_of
+from fpipe.torch_internals import as_expression, storage_of
 
 
 class Name(str):
@@ -174,15 +174,14 @@ def checks_by_direction(graph: Graph) -> tuple[list[Name], list[Name]]:
 def aval_of_tensor(tensor: Tensor) -> Aval:
     """Return the abstract tensor of a tensor."""
     local = local_shard(tensor)
-    return Aval(
-        tuple(local.shape), local.stride(), local.dtype, local.device, tensor.requires_grad, sharding_of(tensor)
-    )
+    shape, stride = tuple(map(as_expression, local.shape)), tuple(map(as_expression, local.stride()))
+    return Aval(shape, stride, local.dtype, local.device, tensor.requires_grad, sharding_of(tensor))
 
 
 def fact_of_tensor(tensor: Tensor, number_by_storage: dict[int, int]) -> Fact:
     """Return the fact of a tensor. `number_by_storage` has the storage numbers by address so far, and is extended."""
     local, tensor_aval = local_shard(tensor), aval_of_tensor(tensor)
-    size, offset = local.untyped_storage().nbytes(), int(local.storage_offset())
+    size, offset = as_expression(local.untyped_storage().nbytes()), as_expression(local.storage_offset())
     number = number_by_storage.setdefault(storage_of(local), fresh_storage())
     return Fact(tensor_aval, number, size, offset, (local.is_conj(), local.is_neg()))
 

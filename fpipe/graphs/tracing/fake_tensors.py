@@ -23,16 +23,18 @@ from fpipe.meaning.purity.ambient import Untraceable, kernel_settings
 from fpipe.meaning.purity.keys import with_seed
 from fpipe.meaning.purity.sharded import is_collective
 from fpipe.meaning.purity.write_guard import tensors_in
-from fpipe.torch_internals import HigherOrderOperator, returns_of
+from fpipe.torch_internals import HigherOrderOperator, as_expression, returns_of
 from fpipe.torch_private.dispatch import (
     OpOverload,
     fake_mode_class,
     fake_rule_of,
     numbers_of_data_refused,
+    python_dispatcher,
     refuse_data_assignments,
     silence_fake_errors,
     without_modes,
 )
+from fpipe.torch_private.fx import example_number
 
 _aten: Any = torch.ops.aten
 # The meta kernels of these report the right strides for all inputs, and running them on zeros would take long.
@@ -41,9 +43,13 @@ _ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _TRUSTED_OPS = tuple(getattr(_aten, name).default for name in (*_PRODUCTS, _ATTENTION_BACKWARD))
 
 
-def fake_mode() -> Any:
-    """Return a mode under which ops create fake tensors. The class is built on first use: its import takes a second."""
-    return _fake_mode_subclass()(allow_non_fake_inputs=True)
+def fake_mode(shape_env: Any = None) -> Any:
+    """Return a mode under which ops create fake tensors, with the symbols of `shape_env` as open sizes."""
+    # The class is built on first use: its import takes a second.
+    mode = _fake_mode_subclass()(allow_non_fake_inputs=True, shape_env=shape_env)
+    # With open sizes a look-up in torch's cache of results takes longer than the meta kernel.
+    mode.cache_enabled = mode.cache_enabled and shape_env is None
+    return mode
 
 
 class LeakedTensor(RuntimeError):
@@ -108,10 +114,22 @@ def _fake_mode_subclass() -> Any:
             return results
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            results: Any = super().dispatch(func, types, args, kwargs or {})
+            if self.shape_env is None:
+                results: Any = super().dispatch(func, types, args, kwargs or {})
+            else:
+                # Some meta kernels know open sizes in Python alone. Around a whole trace the dispatcher would replace
+                # composite ops above autograd, and with them the ops of the gradient.
+                with python_dispatcher():
+                    results = super().dispatch(func, types, args, kwargs or {})
             if results is NotImplemented or not _allocates_results(func) or _trusts_meta_strides(func, args):
                 return results
             strides = _probe_strides(func, args, kwargs or {})
+            if self.shape_env is not None:
+                # A probe knows the strides of the example alone: where they differ, no expression is known.
+                reported = results if isinstance(results, list | tuple) else [results]
+                if strides and strides != [x.stride() and example_numbers(x.stride()) for x in reported]:
+                    raise Untraceable(f"the strides that {func} writes are known for numbers alone")
+                return results
             if isinstance(results, Tensor):
                 return self._with_strides(results, *strides) if len(strides) == 1 else results
             if not isinstance(results, list | tuple) or len(results) != len(strides):
@@ -144,7 +162,7 @@ def _trusts_meta_strides(op: Any, args: Any) -> bool:
         return True
     # Pointwise ops keep the strides of inputs that all have the same; meta kernels agree. An exception are random ops:
     # rrelu of transposed data writes other strides than its meta kernel reports.
-    same_layout = len({(tensor.shape, tensor.stride()) for tensor in tensors if tensor.dim()}) == 1
+    same_layout = len({layout_of_open(tensor) for tensor in tensors if tensor.dim()}) == 1
     value_dtypes = (torch.bool, *(x.dtype for x in tensors if x.is_floating_point() or x.is_complex()))
     # Zeros would be valid indices only by luck: index ops read and write where their integers say.
     has_indices = any(tensor.dtype not in value_dtypes for tensor in tensors)
@@ -172,13 +190,24 @@ def _probe_strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[
     return _STRIDES_BY_CALL[key]
 
 
+def example_numbers(sizes: Any) -> tuple[int, ...]:
+    """Return sizes with the numbers of the example in place of open ones."""
+    return tuple(map(example_number, sizes))
+
+
+def layout_of_open(tensor: Tensor) -> Any:
+    """Return the sizes and strides of a tensor, open ones as expressions: torch's open sizes have no hash."""
+    return tuple(map(as_expression, tensor.shape)), tuple(map(as_expression, tensor.stride()))
+
+
 def _layout_key(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return tuple(x.shape), x.stride(), x.dtype, x.device
-    return tuple(map(_layout_key, x)) if not isinstance(x, str) and hasattr(x, "__iter__") else repr(x)
+        return example_numbers(x.shape), example_numbers(x.stride()), x.dtype, x.device
+    return tuple(map(_layout_key, x)) if not isinstance(x, str) and hasattr(x, "__iter__") else repr(example_number(x))
 
 
 def _zeros_like(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
-    return type(x)(map(_zeros_like, x)) if isinstance(x, list | tuple) else x
+        shape, stride = example_numbers(x.shape), example_numbers(x.stride())
+        return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).zero_()
+    return type(x)(map(_zeros_like, x)) if isinstance(x, list | tuple) else example_number(x)

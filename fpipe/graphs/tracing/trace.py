@@ -24,6 +24,7 @@ from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, re
 from fpipe.graphs.tracing.fake_tensors import LeakedTensor, fake_mode, refuse_data_assignment, refuse_leaks
 from fpipe.graphs.tracing.functionalize import functionalize, refuse_mutation
 from fpipe.graphs.tracing.higher_order_ops import runnable_op
+from fpipe.graphs.tracing.open_sizes import current_open_sizes
 from fpipe.graphs.tracing.random_ops import (
     GeneratorWatch,
     draws_random_numbers,
@@ -49,7 +50,7 @@ from fpipe.meaning.purity.write_guard import (
     with_layout_of,
 )
 from fpipe.model import Model
-from fpipe.torch_internals import HigherOrderOperator, is_jagged_error, is_view
+from fpipe.torch_internals import HigherOrderOperator, as_expression, is_jagged_error, is_view
 from fpipe.torch_private.dispatch import (
     OpOverload,
     TorchDispatchMode,
@@ -79,9 +80,14 @@ def outline(function: FlatFunction, reads: LeavesByLabel, per_row: bool = False,
     >>> print(transposed.avals("y")[0], shares_memory, transposed.ran)
     float32[3, 2] True ('aten.t.default',)
     """
-    with lock_torch_generators(), _as_untraceable(), fake_mode() as mode, refuse_leaks(mode):
+    with lock_torch_generators(), _as_untraceable(), _fake_mode() as mode, refuse_leaks(mode):
         # A function of its own: when it returns, its local variables no longer hold the tensors that count as leaked.
         return _outline(function, reads, per_row, model)
+
+
+def _fake_mode() -> Any:
+    sizes = current_open_sizes()
+    return fake_mode() if sizes is None else fake_mode(sizes.shape_env)
 
 
 def _outline(function: FlatFunction, reads: LeavesByLabel, per_row: bool, model: Model | None) -> Outline:
@@ -101,6 +107,9 @@ def _outline(function: FlatFunction, reads: LeavesByLabel, per_row: bool, model:
         facts = _facts_by_label(inputs, storage_numbers), _facts_by_label(result_by_label, storage_numbers)
         ran = () if log.has_higher_order_op else tuple(log.ops)
         return Outline(*facts, ran, tuple(log.scalars), has_python_backward(result_leaves))
+
+
+_OPEN_NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
 class _OpLog(TorchDispatchMode):
@@ -135,7 +144,9 @@ class _OpLog(TorchDispatchMode):
                 return func.decompose(*args, **(kwargs or {}))
         if func not in _NOT_LOGGED:
             self.ops.append(str(func))
-            self.scalars += [argument for argument in args if isinstance(argument, bool | int | float)]
+            self.scalars += [
+                as_expression(argument) for argument in args if isinstance(argument, bool | int | float | _OPEN_NUMBERS)
+            ]
         if draws_random_numbers(func, args, kwargs or {}):
             self.generators.advance()
         if is_view_in_place(func) and is_view(args[0]):
@@ -189,13 +200,13 @@ def trace(
         return [leaf for _, leaves in labelled_results for leaf in leaves if isinstance(leaf, Tensor)]
 
     with _as_untraceable():
-        with fake_mode():
+        with _fake_mode():
             fakes = [_empty_tensor(leaves_by_label[label][index]).detach() for label, index in slots]
         traced: Any = trace_on_fakes(run_joint, fakes)
         # 1. Log the ops as they ran, before any rewrite, to be compared with those of the outline.
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
-        targets = [node.target for node in calls]
-        ran = tuple(str(op) for op in targets if isinstance(op, OpOverload) and op not in _NOT_LOGGED)
+        ops = (node.target for node in calls if not isinstance(node.meta.get("val"), _OPEN_NUMBERS))
+        ran = tuple(str(op) for op in ops if isinstance(op, OpOverload) and op not in _NOT_LOGGED)
         refuse_unkeyed_randomness(calls, forward_call_counts[0])
         # 2. Make the graph functional. It has its casts as ops: run under autocast, it would cast once more.
         replace_fills(traced)
@@ -278,6 +289,8 @@ def _requires_grad(leaf: Any) -> bool:
 def _empty_tensor(leaf: Any) -> Any:
     if not isinstance(leaf, Aval):
         return leaf
+    sizes = current_open_sizes()
+    leaf = leaf if sizes is None else sizes.empty(leaf)
     return leaf.empty().requires_grad_(leaf.wants_grad)
 
 
@@ -369,6 +382,10 @@ def _build_graph(
                 raise Untraceable("it keeps a tensor that was created during the trace")
         elif node.target in _IDENTITIES:
             name_by_node[node] = name_by_node[node.args[0]]
+            continue
+        elif isinstance(node.meta.get("val"), _OPEN_NUMBERS):
+            # Arithmetic on open sizes: readers get the expression.
+            name_by_node[node] = as_expression(node.meta["val"])
             continue
         else:
             args = _with_names(node.args, name_by_node)

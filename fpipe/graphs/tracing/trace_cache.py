@@ -21,6 +21,17 @@ import torch
 from fpipe.graphs.language.graph import Aval, Graph, Name, Outline, fact_in_own_storage, inline_loss
 from fpipe.graphs.language.labels import variable_name
 from fpipe.graphs.tracing.fake_tensors import LeakedTensor
+from fpipe.graphs.tracing.open_sizes import (
+    Opening,
+    OpenSizes,
+    Symbols,
+    TensorLayout,
+    current_open_sizes,
+    fill_graph,
+    fill_outline,
+    split_layouts,
+    with_open_layouts,
+)
 from fpipe.graphs.tracing.piece_chain import Chain, PieceCall, split_into_pieces
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, as_flat_function, buffer_indices, param_slots_of
 from fpipe.graphs.tracing.trace import BackwardRunner, outline, trace
@@ -32,6 +43,7 @@ from fpipe.positional_stage import PositionalStage, net_stage_of
 K = TypeVar("K")
 V = TypeVar("V")
 D = TypeVar("D")
+T = TypeVar("T", Graph, Outline)
 
 
 class LRUCache(Generic[K, V]):
@@ -83,6 +95,8 @@ class TraceStore:
     def __init__(self) -> None:
         self.outlines: LRUCache[Any, Outline] = LRUCache(_MAX_TRACES)
         self.graphs: LRUCache[Any, Graph] = LRUCache(_MAX_TRACES)
+        self.outline_openings: LRUCache[Any, Opening[Outline]] = LRUCache(_MAX_TRACES)
+        self.graph_openings: LRUCache[Any, Opening[Graph]] = LRUCache(_MAX_TRACES)
 
 
 _MAX_TRACES = 512
@@ -99,11 +113,14 @@ class Traces:
     blocks inside of such graphs.
     """
 
-    def __init__(self, model: Model, cached_only: bool = False) -> None:
+    def __init__(self, model: Model, cached_only: bool = False, store: TraceStore | None = None) -> None:
         self.model, self.cached_only = model, cached_only
-        if id(model) not in _STORE_BY_MODEL_ID:
+        if store is None and id(model) not in _STORE_BY_MODEL_ID:
             weakref.finalize(model, _STORE_BY_MODEL_ID.pop, id(model))
-        self._store = _STORE_BY_MODEL_ID.setdefault(id(model), TraceStore())
+        self._store = _STORE_BY_MODEL_ID.setdefault(id(model), TraceStore()) if store is None else store
+        self.fill_count = self.trace_count = 0
+        # Open traces are kept apart from closed ones: a symbol means nothing beyond the traces that share it.
+        self._symbols, self._open_store = Symbols(), TraceStore()
         self._keys: dict[StageCall, Any] = {}
         self._outlines: dict[StageCall, Outline] = {}
         self._graphs: dict[Any, Graph] = {}
@@ -114,8 +131,59 @@ class Traces:
     def outline(self, call: StageCall) -> Outline:
         """Return the facts of the inputs and outputs of a call, found by one run on fake tensors."""
         if call not in self._outlines:
-            self._outlines[call] = self._store.outlines.get_or_make(self._key(call), lambda: self._new_outline(call))
+            key = self._key(call)
+            self._outlines[call] = self._store.outlines.get(key) or self._opened_outline(call)
         return self._outlines[call]
+
+    def _opened_outline(self, call: StageCall) -> Outline:
+        """Return the outline of a new call: filled into an open one, or traced."""
+        template, layouts = split_layouts(call.reads)
+        if not self._may_open(call):
+            return self._store.outlines.get_or_make(self._key(call), lambda: self._new_outline(call))
+        key = self._key(replace(call, reads=template))
+        opening = self._store.outline_openings.get_or_make(key, lambda: Opening(fill_outline))
+
+        def outline_open(sizes: OpenSizes) -> Outline:
+            open_call = replace(call, reads=with_open_layouts(call.reads, sizes.layouts))
+            return self._with_open_chain(call, open_call)._new_outline(open_call)
+
+        def outline_closed() -> Outline:
+            return self._store.outlines.get_or_make(self._key(call), lambda: self._new_outline(call))
+
+        return self._fill_or_trace(opening, layouts, outline_closed, outline_open)
+
+    def _fill_or_trace(
+        self,
+        opening: Opening[T],
+        layouts: list[TensorLayout],
+        close: Callable[[], T],
+        open_up: Callable[[OpenSizes], T],
+    ) -> T:
+        filled = opening.filled(layouts)
+        if filled is not None:
+            self.fill_count += 1
+            return filled
+        if self.cached_only:
+            return close()
+        self.trace_count += 1
+        count = len(opening.open_traces)
+        trace = opening.trace(self._symbols, layouts, close, open_up)
+        if len(opening.open_traces) == count:
+            # A trace that was given up may have fixed symbols.
+            self._symbols, self._open_store = Symbols(), TraceStore()
+        return trace
+
+    def _may_open(self, call: StageCall) -> bool:
+        """Whether a call's sizes may become symbols: not sizes of shards, or of rows with their own parameters."""
+        has_shards = any(getattr(leaf, "sharding", None) for leaf in _leaves_of(call))
+        return not (has_shards or self.model.per_example or current_open_sizes())
+
+    def _with_open_chain(self, call: StageCall, open_call: StageCall) -> Traces:
+        """Return the traces for an open call, which all open calls of a lowering share."""
+        traces = Traces(self.model, store=self._open_store)
+        chain = self._chain(call)
+        traces._chains[open_call] = None if chain is None else replace(chain, reads=dict(open_call.reads))
+        return traces
 
     def _new_outline(self, call: StageCall) -> Outline:
         chain = self._chain(call)
@@ -143,9 +211,24 @@ class Traces:
     def _cached_graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
         if call.stage is None and self.model.loss is None and self.model.reduction != "count":
             return _identity_loss(call, cotangents)
-        return self._store.graphs.get_or_make(
-            (self._key(call), *cotangents.items()), lambda: self._new_graph(call, cotangents)
-        )
+        key = (self._key(call), *cotangents.items())
+
+        def trace_closed() -> Graph:
+            return self._store.graphs.get_or_make(key, lambda: self._new_graph(call, cotangents))
+
+        if self._store.graphs.get(key) is not None or not self._may_open(call):
+            return trace_closed()
+        count, groups = len(call.reads), (*call.reads, *cotangents.items())
+        template, layouts = split_layouts(groups)
+        opening_key = self._key(replace(call, reads=template[:count])), template[count:]
+        opening = self._store.graph_openings.get_or_make(opening_key, lambda: Opening(fill_graph))
+
+        def trace_open(sizes: OpenSizes) -> Graph:
+            open_groups = with_open_layouts(groups, sizes.layouts)
+            open_call = replace(call, reads=open_groups[:count])
+            return self._with_open_chain(call, open_call)._new_graph(open_call, dict(open_groups[count:]))
+
+        return self._fill_or_trace(opening, layouts, trace_closed, trace_open)
 
     def _new_graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
         chain = self._chain(call)

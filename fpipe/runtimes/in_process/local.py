@@ -83,6 +83,15 @@ def build_local_step(
     has_graphs = any(not stage.modules for stage in net_stages)
     has_only_graphs = model.loss is None and sum(not stage.modules for stage in net_stages) == len(model.stages)
     step_by_signature: LRUCache[Any, PreparedStep | None] = LRUCache(_MAX_SIGNATURES)
+    # Lengths that change in each step would fill memory with steps that never come back.
+    # A compiled or captured step takes far longer to make than to keep.
+    is_costly = options.compile or options.graph
+    filled_steps: LRUCache[Any, PreparedStep] = LRUCache(_MAX_SIGNATURES if is_costly else _MAX_FILLED)
+    latest = list[PreparedStep]()  # the step that was prepared last
+
+    def find_step(signature: Any) -> Any:
+        prepared = step_by_signature.get(signature, _UNKNOWN)
+        return filled_steps.get(signature, _UNKNOWN) if prepared is _UNKNOWN else prepared
 
     if example is not None:
         # What cannot be traced is no error yet: the first step will warn of it.
@@ -112,7 +121,7 @@ def build_local_step(
         leaves, containers = tree.flatten(inputs.trees)
         try:
             signature = signatures.of(leaves, containers)
-            prepared = step_by_signature.get(signature, _UNKNOWN)
+            prepared = find_step(signature)
         except (TypeError, Untraceable) as error:
             if has_graphs and has_hooks_on_all_modules():
                 raise StepChanged(
@@ -129,7 +138,7 @@ def build_local_step(
         if prepared is _UNKNOWN:
             with _TRACE_LOCK:
                 # Another thread may have traced it while this one waited for the lock.
-                prepared = step_by_signature.get(signature, _UNKNOWN)
+                prepared = find_step(signature)
                 # A step on the meta device computes nothing, so a trace would not pay.
                 if prepared is _UNKNOWN and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
                     prepared = step_by_signature[signature] = None
@@ -140,8 +149,14 @@ def build_local_step(
                     if prepared is not None and compiles_first:
                         prepared.compile()
                         compiles_first = False
-                    step_by_signature[signature] = prepared
-                    signatures.note_trace(signature, inputs.trees, time.perf_counter() - start_time)
+                    if prepared is not None and prepared.lowered.is_filled:
+                        filled_steps[signature] = prepared
+                        if not is_costly:
+                            prepared.continue_audits(latest)
+                    else:
+                        step_by_signature[signature] = prepared
+                        signatures.note_trace(signature, inputs.trees, time.perf_counter() - start_time)
+                    latest[:] = [] if prepared is None else [prepared]
                     if result is not None:
                         return result
         # c. Run the instructions; None stands for a signature that runs by the definition.
@@ -163,6 +178,7 @@ def build_local_step(
 
 
 _MAX_SIGNATURES = 128
+_MAX_FILLED = 8
 _UNKNOWN = object()
 _TRACE_LOCK = threading.RLock()
 

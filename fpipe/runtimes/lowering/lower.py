@@ -191,6 +191,7 @@ class _Lowering:
         def slots_of(names: Iterable[Any]) -> tuple[int, ...]:
             return tuple(map(slots.__getitem__, names))
 
+        traces = self.shapes.calls.traces
         return Lowered(
             slots=slots,
             constants={slots[name]: leaves for name, leaves in self.constants.items()},
@@ -204,9 +205,10 @@ class _Lowering:
             first_drawing_stage=self.first_drawing_stage,
             kernels=self.to_compile,
             is_collective=self.is_collective(inputs),
-            graphs=self.shapes.calls.traces.graphs(),
+            graphs=traces.graphs(),
             parts=self.parts,
             read_leaves=self.read_leaves,
+            is_filled=traces.fill_count > 0 and traces.trace_count == 0,
         )
 
     def is_collective(self, inputs: Mapping[Value, AbstractTree]) -> bool:

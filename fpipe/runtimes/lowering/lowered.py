@@ -112,6 +112,7 @@ class Lowered:
         is_collective: whether stages talk to other processes, which run the same program.
         graphs: the graphs of each stage, and of the loss under None.
         parts: the part of a stage's graph that an instruction runs, by its first op.
+        is_filled: whether its graphs are open traces of other sizes, filled with the sizes of this signature.
         read_leaves: for parameters that an op writes, the indices of leaves that graphs read; of others all are read.
     """
 
@@ -127,3 +128,4 @@ class Lowered:
     graphs: Mapping[int | None, Sequence[Graph]]
     parts: Mapping[Op, Graph]
     read_leaves: Mapping[Value, Collection[int]]
+    is_filled: bool

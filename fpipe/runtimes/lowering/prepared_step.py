@@ -121,6 +121,11 @@ class PreparedStep:
         """Whether a new length has come a second time: only then is it worth the minutes of a compiler."""
         return self.options.compile and not self._is_compiled and self.steps == 1
 
+    def continue_audits(self, previous: Sequence[PreparedStep]) -> None:
+        """Count audits on from the step of other sizes before it, whose traces this one fills."""
+        for step in previous:
+            self.steps, self.audits, self.next_audit = step.steps, step.audits, step.next_audit
+
     def compile(self) -> None:
         """Compile the kernels of the instructions that this process runs, unless they are compiled."""
         self._is_compiled = True

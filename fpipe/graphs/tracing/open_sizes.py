@@ -1,0 +1,293 @@
+"""Trace a stage once for many sizes: with symbols for the sizes in which two calls differ, and guards on them.
+
+    x: f32[1, 40], then f32[1, 41]    -->    trace(x: f32[1, s]), guards such as s <= 512    --> fill(s=57)    --> graph
+
+An open trace is made by the second call that differs from a first one in numbers alone. Later calls evaluate its guards
+and get the graph of their own sizes, by putting numbers in. So whatever works on graphs sees closed ones. A trace is
+opened only if it gives the first call's closed graph when it is filled with that call's sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, Outline
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.torch_private.fx import evaluate_expression, is_expression, new_symbol, new_symbols, noted_guards, open_size
+
+Leaves = Sequence[Any]
+Groups = tuple[tuple[str, tuple[Any, ...]], ...]
+Evaluate = Callable[[Any], Any]
+T = TypeVar("T", Graph, Outline)
+
+
+class TensorLayout(NamedTuple):
+    """The sizes and strides of a tensor: numbers, or expressions of symbols."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+
+
+def split_layouts(groups: Groups) -> tuple[Groups, list[TensorLayout]]:
+    """Split labelled leaves into leaves without sizes, which calls must have in common, and the layouts of avals."""
+    avals = (leaf for _, leaves in groups for leaf in leaves if isinstance(leaf, Aval))
+    return _with_layouts(groups, lambda aval: TensorLayout((-1,) * len(aval.shape), ())), [
+        TensorLayout(*x[:2]) for x in avals
+    ]
+
+
+def _with_layouts(groups: Groups, layout_of: Callable[[Aval], TensorLayout]) -> Groups:
+    def with_layout(leaf: Any) -> Any:
+        return leaf._replace(**layout_of(leaf)._asdict()) if isinstance(leaf, Aval) else leaf
+
+    return tuple((label, tuple(map(with_layout, leaves))) for label, leaves in groups)
+
+
+class Symbols:
+    """Symbols of torch for sizes, which open traces of one lowering share: one for each pair of sizes."""
+
+    def __init__(self) -> None:
+        self.shape_env = new_symbols()
+        self.by_pair: dict[tuple[int, int], Any] = {}
+
+    def symbol(self, size: int, new_size: int) -> Any:
+        """Return the symbol of a size that two calls differ in."""
+        # Kernels and views of tensors without elements, or with one row, differ from all others.
+        if min(size, new_size) < 2:
+            raise Untraceable("a size of 0 or 1 differs")
+        if (size, new_size) not in self.by_pair:
+            self.by_pair[size, new_size] = new_symbol(self.shape_env, f"size_{len(self.by_pair)}", new_size)
+        return self.by_pair[size, new_size]
+
+
+class OpenSizes:
+    """The open sizes of one trace, with the sizes of the call that made it.
+
+    Args:
+        symbols: the symbols.
+        layouts, new_layouts: the layouts of two calls. A pair of sizes that differ is a symbol, for all tensors.
+
+    Raises:
+        Untraceable: a size of 0 or 1 differs, or a stride that is no product of sizes.
+    """
+
+    def __init__(self, symbols: Symbols, layouts: Sequence[TensorLayout], new_layouts: Sequence[TensorLayout]) -> None:
+        self.symbols, self.shape_env = symbols, symbols.shape_env
+        self.layouts = [*map(self._open_layout, layouts, new_layouts)]
+        self.example = {symbol: new_size for (_, new_size), symbol in symbols.by_pair.items()}
+        self.guards: tuple[Any, ...] = ()
+
+    def _open_layout(self, layout: TensorLayout, new_layout: TensorLayout) -> TensorLayout:
+        shape = tuple(
+            a if a == b else self.symbols.symbol(a, b) for a, b in zip(layout.shape, new_layout.shape, strict=True)
+        )
+        stride = [*layout.stride]
+        # From the innermost dimension: a stride is that of another dimension, times its size.
+        dims = sorted(range(len(shape)), key=lambda dim: layout.stride[dim])
+        for position, dim in enumerate(dims):
+            if layout.stride[dim] != new_layout.stride[dim]:
+                products = (
+                    stride[factor_dim] * shape[factor_dim]
+                    for factor_dim in dims[:position]
+                    if layout.stride[factor_dim] * layout.shape[factor_dim] == layout.stride[dim]
+                    and new_layout.stride[factor_dim] * new_layout.shape[factor_dim] == new_layout.stride[dim]
+                )
+                stride[dim] = next(products, None)
+                if stride[dim] is None:
+                    raise Untraceable("a stride differs that is no product of sizes")
+        return TensorLayout(shape, tuple(stride))
+
+    def size(self, size: Any) -> Any:
+        """Return the open size of torch for an expression; numbers are themselves."""
+        if not is_expression(size):
+            return size
+        return open_size(self.shape_env, size, evaluate_expression(size, self.example))
+
+    def empty(self, aval: Aval) -> Aval:
+        """Return an aval whose sizes torch can allocate: in place of expressions its open sizes."""
+        return aval._replace(shape=tuple(map(self.size, aval.shape)), stride=tuple(map(self.size, aval.stride)))
+
+    @contextmanager
+    def tracing(self) -> Generator[None]:
+        """Trace with these sizes, and note the guards of the trace."""
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+        symbols = {size for layout in self.layouts for size in layout.shape if is_expression(size)}
+        guards = [guard for guard in noted_guards(self.shape_env) if not symbols.isdisjoint(guard.free_symbols)]
+        if any(guard.free_symbols - symbols for guard in guards):
+            raise Untraceable("its sizes are bound to those of another call")
+        self.guards = tuple(guards)
+
+    def bind(self, layouts: Sequence[TensorLayout]) -> Evaluate | None:
+        """Return a function that evaluates expressions for a call with these layouts; None if it is not covered."""
+        value_by_symbol: dict[Any, int] = {}
+        for opened, layout in zip(self.layouts, layouts, strict=True):
+            for size, number in zip(opened.shape, layout.shape, strict=True):
+                if is_expression(size):
+                    if number < 2 or value_by_symbol.setdefault(size, number) != number:
+                        return None
+                elif size != number:
+                    return None
+        evaluate = _Evaluation(value_by_symbol)
+        strides = (
+            (a, b) for x, y in zip(self.layouts, layouts, strict=True) for a, b in zip(x.stride, y.stride, strict=True)
+        )
+        if any(evaluate(stride) != number for stride, number in strides) or not all(map(evaluate, self.guards)):
+            return None
+        return evaluate
+
+
+_CURRENT: ContextVar[OpenSizes | None] = ContextVar("open sizes", default=None)
+
+
+def current_open_sizes() -> OpenSizes | None:
+    """Return the open sizes of the trace that is being made, if it has any."""
+    return _CURRENT.get()
+
+
+class _Evaluation:
+    """Puts numbers in for the symbols in arguments of ops, each expression once."""
+
+    def __init__(self, value_by_symbol: Mapping[Any, int]) -> None:
+        self.value_by_symbol = {**value_by_symbol}
+        self.value_by_expression: dict[Any, Any] = {}
+
+    def __call__(self, x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return (list if isinstance(x, list) else tuple)(map(self, x))
+        if not is_expression(x):
+            return x
+        if x not in self.value_by_expression:
+            self.value_by_expression[x] = evaluate_expression(x, self.value_by_symbol)
+        return self.value_by_expression[x]
+
+
+def _fill_fact(fact: Fact, evaluate: Evaluate) -> Fact:
+    aval, storage, size, offset, lazy = fact
+    shape, stride = evaluate(tuple(aval.shape)), evaluate(tuple(aval.stride))
+    return Fact(aval._replace(shape=shape, stride=stride), storage, evaluate(size), evaluate(offset), lazy)
+
+
+def fill_graph(graph: Graph, evaluate: Evaluate) -> Graph:
+    """Return the graph with numbers in place of expressions."""
+    # Storage numbers are compared within a graph only, so that filled graphs may share them.
+    nodes = tuple(
+        Node(node.name, node.op, evaluate(node.args), {name: evaluate(x) for name, x in node.kwargs.items()})
+        for node in graph.nodes
+    )
+    facts = {name: _fill_fact(fact, evaluate) for name, fact in graph.facts.items()}
+    writes = {label: evaluate(leaves) for label, leaves in graph.writes.items()}
+    return replace(graph, nodes=nodes, facts=facts, writes=writes)
+
+
+def fill_outline(outline: Outline, evaluate: Evaluate) -> Outline:
+    """Return the outline with numbers in place of expressions."""
+
+    def fill(side: Mapping[str, Leaves]) -> dict[str, list[Any]]:
+        return {
+            label: [_fill_fact(x, evaluate) if isinstance(x, Fact) else evaluate(x) for x in leaves]
+            for label, leaves in side.items()
+        }
+
+    numbers = evaluate(outline.numbers)
+    return replace(outline, reads=fill(outline.reads), writes=fill(outline.writes), numbers=numbers)
+
+
+def canonical_parts(traced: Graph | Outline) -> Any:
+    """Return the parts of a graph or outline that equal ones have in common, with names and storages numbered."""
+    numbers: dict[Any, int] = {}
+
+    def canonical(x: Any) -> Any:
+        if isinstance(x, Fact):
+            return canonical(x.aval), numbers.setdefault(x.storage, len(numbers)), x[2:]
+        if isinstance(x, Aval):
+            return repr((tuple(x.shape), tuple(x.stride), *x[2:]))
+        if isinstance(x, Name):
+            return numbers.setdefault(x, len(numbers))
+        if isinstance(x, Mapping):
+            mapping: Mapping[Any, Any] = x
+            return [(canonical(key), canonical(value)) for key, value in mapping.items()]
+        return [*map(canonical, x)] if isinstance(x, list | tuple) else x if callable(x) else repr(x)
+
+    if isinstance(traced, Outline):
+        return canonical([traced.reads, traced.writes, traced.ran, traced.numbers]), traced.has_python_gradient
+    nodes = [(node.name, node.op, node.args, node.kwargs, traced.facts.get(node.name)) for node in traced.nodes]
+    inputs = [(name, traced.facts.get(name)) for name in traced.inputs()]
+    return canonical([traced.reads, inputs, [*traced.constants], nodes, traced.writes, traced.ran])
+
+
+class Opening(Generic[T]):
+    """The traces of calls that differ in sizes alone: the first one closed, and then open ones.
+
+    Args:
+        fill: puts numbers into an open trace.
+    """
+
+    def __init__(self, fill: Callable[[T, Evaluate], T]) -> None:
+        self.fill = fill
+        self.closed_trace: tuple[list[TensorLayout], T] | None = None
+        self.open_traces: list[tuple[OpenSizes, T]] = []
+
+    def filled(self, layouts: list[TensorLayout]) -> T | None:
+        """Return the trace of a call that an open trace covers, or None."""
+        for sizes, open_trace in self.open_traces:
+            evaluate = sizes.bind(layouts)
+            if evaluate is not None:
+                return self.fill(open_trace, evaluate)
+        return None
+
+    def trace(
+        self, symbols: Symbols, layouts: list[TensorLayout], close: Callable[[], T], open_up: Callable[[OpenSizes], T]
+    ) -> T:
+        """Trace a call that no open trace covers: with open sizes where that is possible, else closed."""
+        if self.closed_trace is None or len(self.open_traces) >= _MAX_OPEN_TRACES:
+            closed = close()
+            self.closed_trace = self.closed_trace or (layouts, closed)
+            return closed
+        # Whatever stops an open trace, such as a size that Python reads as a number, leaves the closed one.
+        # Torch's symbols fail in many ways. The closed trace that follows raises the stage's own mistakes.
+        with suppress(Exception):
+            first_layouts, first_trace = self.closed_trace
+            sizes = OpenSizes(symbols, first_layouts, layouts)
+            with sizes.tracing():
+                open_trace = open_up(sizes)
+            evaluate, evaluate_first = sizes.bind(layouts), sizes.bind(first_layouts)
+            if evaluate is not None:
+                filled = self.fill(open_trace, evaluate)
+                # Guards may leave the first call out, as where kernels change between the two: compare this one.
+                pair = (
+                    (filled, close())
+                    if evaluate_first is None
+                    else (self.fill(open_trace, evaluate_first), first_trace)
+                )
+                if _are_equal(*pair):
+                    self.open_traces.append((sizes, open_trace))
+                    return filled
+        self.closed_trace = layouts, close()
+        return self.closed_trace[1]
+
+
+_MAX_OPEN_TRACES = 4
+
+
+def _are_equal(filled: Graph | Outline, closed: Graph | Outline) -> bool:
+    if isinstance(filled, Graph) and isinstance(closed, Graph):
+        constants = zip(filled.constants.values(), closed.constants.values(), strict=False)
+        if not all(a is b or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in constants):
+            return False
+    return canonical_parts(filled) == canonical_parts(closed)
+
+
+def with_open_layouts(groups: Groups, layouts: Sequence[TensorLayout]) -> Groups:
+    """Put layouts into labelled leaves, in the order of `split_layouts`."""
+    remaining = iter(layouts)
+    return _with_layouts(groups, lambda _: next(remaining))

@@ -1,0 +1,123 @@
+"""Open traces: one trace with symbols for sizes gives, filled with numbers, the graph that a closed trace gives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fpipe
+from fpipe.graphs.tracing import trace_cache
+from fpipe.graphs.tracing.open_sizes import canonical_parts
+from fpipe.graphs.tracing.stage_call import StageCall, aval_with_grad
+from fpipe.graphs.tracing.trace_cache import Traces
+from fpipe.model import Model, Stage
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + F.gelu(self.out(y.transpose(1, 2).reshape(rows, length, width)))
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if x.shape[1] < 12 else x.sigmoid()
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.shape[1] ** 0.5 + torch.arange(x.shape[1])[:, None]
+
+
+LAYERS = {
+    "attention": Attention(),
+    "convolution": nn.Sequential(
+        nn.Conv1d(8, 4, 3, padding=1), nn.ReLU(), nn.BatchNorm1d(4, track_running_stats=False)
+    ),
+    "pooling": nn.AvgPool1d(2),
+    "pad": nn.ConstantPad1d(2, 0.5),
+    "softmax": nn.Sequential(nn.Linear(8, 4), nn.Softmax(1)),
+    "scaled": Scaled(),
+    "transposed": nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 3), nn.Softplus()),
+    "branching": Branching(),
+    "sampled": nn.Upsample(scale_factor=1.5, mode="linear"),
+}
+SWAPPED = ("convolution", "pooling", "pad", "sampled")
+
+
+def graph_of(traces: Traces, name: str, params: Any, length: int) -> Any:
+    x = torch.randn(2, 8, length) if name in SWAPPED else torch.randn(2, length, 8)
+    leaves = {"params": fpipe.tree.flatten(params), "x": fpipe.tree.flatten(x)}
+    reads = tuple((label, tuple(map(aval_with_grad, avals))) for label, (avals, _) in leaves.items())
+    call = StageCall(0, reads, tuple((label, spec) for label, (_, spec) in leaves.items()), autograd_leaves=("x",))
+    outline = traces.outline(call)
+    cotangents = {"dy": tuple(leaf._replace(wants_grad=False) for leaf in outline.avals("y"))}
+    return outline, traces.graph(call, cotangents)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_filled_trace_is_the_closed_one(name: str) -> None:
+    layer = LAYERS[name]
+    params = {path: leaf.detach() for path, leaf in layer.named_parameters()}
+
+    def forward(params: Any, x: Tensor) -> Any:
+        return torch.func.functional_call(layer, params, (x,))
+
+    model = Model((Stage(forward),), None, ("batch",))
+    for length in (6, 8, 7, 17):
+        opened = graph_of(Traces(model), name, params, length)
+        closed_model = Model((Stage(forward),), None, ("batch",))
+        closed = graph_of(Traces(closed_model), name, params, length)
+        assert [*map(canonical_parts, opened)] == [*map(canonical_parts, closed)]
+
+
+def gradients_of(net: nn.Module, inputs: Tensor, target: Tensor) -> list[Tensor]:
+    net = copy.deepcopy(net)
+    total = torch.zeros(())
+    for x, t in zip(inputs.split(1), target.split(1), strict=True):
+        loss = F.mse_loss(net(x), t) / len(inputs)
+        loss.backward()
+        total += loss.detach()
+    return [total, *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)]
+
+
+def build_step(net: nn.Sequential, **options: Any) -> Any:
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
+    chain = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(ranks=2), fpipe.merge(outputs=False))
+    step = fpipe.build(chain(fpipe.program(model)), model, **options)
+    return lambda *batch: step(params, batch)
+
+
+def test_new_lengths_have_the_bits_of_autograd_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(*(Attention() for _ in range(2)))
+    step, traced = build_step(net), []
+    trace = trace_cache.trace
+    monkeypatch.setattr(trace_cache, "trace", lambda *args: [traced.append(1), trace(*args)][1])
+    for count, length in enumerate((5, 8, 6, 31, 9, 8)):
+        traced.clear()
+        inputs, target = torch.randn(2, length, 8), torch.randn(2, length, 8)
+        result = step(inputs, target)
+        actual = [result.loss, *fpipe.tree.leaves(result.grads)]
+        expected = gradients_of(net, inputs, target)
+        assert all(map(torch.equal, actual, expected))
+        assert bool(traced) == (count < 2)
+
+
+def test_a_branch_on_a_length_is_a_guard() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), Branching())
+    step = build_step(net)
+    for length in (6, 8, 7, 13, 20, 11, 14):
+        inputs, target = torch.randn(2, length, 8), torch.randn(2, length, 8)
+        result = step(inputs, target)
+        assert all(map(torch.equal, [result.loss, *fpipe.tree.leaves(result.grads)], gradients_of(net, inputs, target)))
