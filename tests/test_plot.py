@@ -338,6 +338,9 @@ def test_a_page_is_self_contained_and_names_every_op(tmp_path: Path):
     ]
     picture = ET.fromstring(page[page.index("<svg") : page.rindex("</svg>") + 6])
     assert {op.cell for op in GPIPE.ops if op.kind in "FB"} <= {text.text for text in picture.iter(f"{SVG}text")}
+    assert float(picture.get("width", "")) == 600, "its script widens it to the window"
+    moving = next(group for group in picture.iter(f"{SVG}g") if group.get("id") == "right")
+    assert [text.text for text in moving.iter(f"{SVG}text")] == ["4", "4", "4", "time"]
 
 
 # Perfetto

@@ -74,7 +74,7 @@ def plot(
         names: what to call each of them; by default 1, 2, ...
         colour: of printed text; by default where it is printed on a terminal and NO_COLOR is not set.
         width: of the whole, in characters at most for text (120 to scale; a grid goes on below what is given), in
-            pixels for a picture (else what its ops need).
+            pixels for a picture (else what its ops need); a page has the width of its window, and at least this.
         style: a `fpipe.Style`: the size on paper, labels, colours, a window, and what is drawn or left out.
         ax: Axes of matplotlib's to draw onto instead of a file. Their x is the time, in seconds; the picture has their
             width, and is stretched to their height.
@@ -184,20 +184,23 @@ HtmlRepr.painter = _notebook_html
 def _html_page(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN) -> str:
     """Write panels as one HTML file that needs no other, to zoom into.
 
-    Shapes that stand for a time are in an svg of their own, and its viewBox stretches them. Texts must not be
-    stretched, and the axis needs other ticks: the page's script sets both.
+    Shapes that stand for a time are in an svg of their own, and its viewBox stretches them to the window. Texts must
+    not be stretched, and the axis needs other ticks: the page's script sets both, and moves what is right of the axis.
     """
     style.refuse_others("a page", "labels", *SWITCHES, "window", "colours", "ranks")
-    drawing = lay_out(panels, width or 1400, style, keep_all=True)
+    drawing = lay_out(panels, width or 600, style, keep_all=True)
     left, span, height = map(_format_coordinate, (drawing.left, drawing.span, drawing.height))
     # 1. Shapes: the grid is the script's; an arrow's head would be stretched; texts stand apart.
     timed = [shape for shape in drawing.timed if not shape.grid]
     texts = [shape for shape in timed if isinstance(shape, Text)]
     stretched = [shape._replace(arrow=False) if isinstance(shape, Line) else shape for shape in timed]
     stretched = [shape for shape in stretched if not isinstance(shape, Text)]
+    right_edge = drawing.left + drawing.span
+    moving = [shape for shape in drawing.fixed if isinstance(shape, Text) and shape.x > right_edge]
     box = f'x="{left}" y="0" width="{span}" height="{height}"'
     body = (
-        *_svg_groups(drawing.fixed),
+        *_svg_groups(shape for shape in drawing.fixed if shape not in moving),
+        *('<g id="right">', *_svg_groups(moving), "</g>"),
         f'<svg id="axis" {box} viewBox="0 0 {span} {height}" overflow="visible" font-size="11" text-anchor="middle">',
         f'</svg><svg id="time" {box} viewBox="{left} 0 {span} {height}" preserveAspectRatio="none">',
         f'<rect x="{left}" width="{span}" height="{height}" fill="transparent"/>',
