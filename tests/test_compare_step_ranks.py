@@ -50,8 +50,7 @@ class PipelineTraining:
         if "shards" in case:
             fully_shard(self.stage, mesh=self.dp)
         pipeline_stage = PipelineStage(self.stage, stage_index, 2, torch.device("cpu"), group=self.pp.get_group())
-        average = "summed" not in case
-        self.schedule = Schedule1F1B(pipeline_stage, MICROBATCHES, loss_fn=MSE, scale_grads=average)
+        self.schedule = Schedule1F1B(pipeline_stage, MICROBATCHES, loss_fn=MSE)
         self.optimizer = torch.optim.SGD(self.stage.parameters(), lr=RATE, momentum=0.9)
 
     def average(self) -> None:
@@ -63,25 +62,18 @@ class PipelineTraining:
     def clip(self) -> None:
         """Clip by the norm over all ranks, which torch leaves to its users."""
         leaves = [leaf for leaf in self.stage.parameters() if leaf.grad is not None]
-        if "summed" in self.case:
-            return
-        if "own norms" in self.case:
-            nn.utils.clip_grad_norm_(leaves, CLIP)
-            return
         local_grads = [leaf.grad.to_local() if isinstance(leaf.grad, DTensor) else leaf.grad for leaf in leaves]
         square = torch.stack([grad.square().sum() for grad in local_grads]).sum()
-        if "shards" in self.case and "own parts" not in self.case:
+        if "shards" in self.case:
             dist.all_reduce(square, group=self.dp.get_group())
-        if "own parts" not in self.case:
-            dist.all_reduce(square, group=self.pp.get_group())
+        dist.all_reduce(square, group=self.pp.get_group())
         factor = torch.clamp(CLIP / (square.sqrt() + 1e-6), max=1.0)
         for grad in local_grads:
             grad.mul_(factor)
 
     def run(self) -> dict[str, Tensor]:
         for x, target in batches(8, 8):
-            replica = 0 if "shared rows" in self.case else self.dp.get_local_rank()
-            x, target = (half.chunk(2)[replica] for half in (x, target))
+            x, target = (half.chunk(2)[self.dp.get_local_rank()] for half in (x, target))
             self.optimizer.zero_grad()
             self.schedule.step(*([x] if self.pp.get_local_rank() == 0 else []), target=target)
             if "shards" not in self.case and "alone" not in self.case:
@@ -98,11 +90,7 @@ def train_pipelined(rank: int, case: str) -> dict[str, Tensor]:
 PIPELINED = {
     "replicas": None,
     "shards": None,
-    "replicas, summed": "Gradients are summed over 2 microbatches or replicas and not averaged",
-    "replicas alone": "Ranks have copies that differ: .*or each rank clips by a norm of its own: 0.weight, 0.bias",
-    "replicas, shared rows": "All 2 replicas are handed the same rows, those of replica 0",
-    "shards, own norms": "Each stage is clipped by its own norm: the norm misses other ranks",
-    "shards, own parts": "Each rank is clipped by the norm of what it has itself: the norm misses other ranks",
+    "replicas alone": "0.weight, replicas of step 1: ranks have copies that differ: its gradient is not added",
 }
 
 
@@ -113,12 +101,12 @@ def compare(net: nn.Module, step_batches: Any, params_by_rank: Any, **options: A
 
 @pytest.mark.parametrize("case", PIPELINED)
 def test_steps_of_torchs_pipeline_are_compared(four: Processes, case: str):
-    params_by_rank, message, clip = four.run(train_pipelined, case), PIPELINED[case], None if "summed" in case else CLIP
+    params_by_rank, message = four.run(train_pipelined, case), PIPELINED[case]
     options: dict[str, Any] = {
         "rule": "SGD",
         "lr": RATE,
         "momentum": 0.9,
-        "clip": clip,
+        "clip": CLIP,
         "microbatches": 2 * MICROBATCHES,
     }
     if message is None:
@@ -148,7 +136,7 @@ def train_tensor_parallel(rank: int, case: str) -> tuple[dict[str, Tensor], dict
     }
     parallelize_module(net, tp, plan)
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9, foreach=False)
-    for x, target in batches(4, 6, 8)[: 1 if "once" in case else 2]:
+    for x, target in batches(4, 6, 8):
         x, target = (half.chunk(2)[mesh.get_local_rank("dp")].chunk(2, 1)[tp.get_local_rank()] for half in (x, target))
         optimizer.zero_grad()
         (MSE(net(x), target) / 2).backward()  # the mean over both halves of the sequence
@@ -163,42 +151,32 @@ def train_tensor_parallel(rank: int, case: str) -> tuple[dict[str, Tensor], dict
         grads = {name: local_tensor(leaf.grad) for name, leaf in net.named_parameters()}
         square = torch.stack([leaf.grad.to_local().square().sum() for leaf in shards]).sum()
         copies_square = torch.stack([leaf.grad.square().sum() for leaf in copies]).sum()
-        norm_is_local = "copies twice" in case or "own parts" in case
-        square = square + copies_square if norm_is_local else square
-        if "own parts" not in case:
-            dist.all_reduce(square, group=tp.get_group())
-        square = square if norm_is_local or "left out" in case else square + copies_square
-        for grad in local_grads if "unclipped" not in case else ():
-            grad.mul_(torch.clamp(CLIP / (square.sqrt() + 1e-6), max=1.0))
+        dist.all_reduce(square, group=tp.get_group())
+        for grad in local_grads:
+            grad.mul_(torch.clamp(CLIP / ((square + copies_square).sqrt() + 1e-6), max=1.0))
         optimizer.step()
     return local_params(net), grads
 
 
 PARALLEL: dict[str, str | None] = {
     "right": None,
-    "own parts, once": "such as 0.weight: each rank is clipped by the norm of what it has itself: the norm misses",
-    "copies twice": "The norm counts parameters of which 2 ranks have copies once for each of them",
-    "copies left out": "The norm misses parameters of which all ranks have copies",
-    "not added, unclipped, once": (
-        r"tensor-parallel ranks: 0.weight, 0.bias, 4.bias\.\n"
-        "The gradient of 0.weight is not added over ranks: those of 4 add up to 2 times the right one"
-    ),
+    "not added": "0.weight, reduction of step 1: it is not added over ranks: their gradients differ",
 }
 
 
 @pytest.mark.parametrize("case", PARALLEL)
 def test_steps_of_tensor_parallel_layers_are_compared(four: Processes, case: str):
     params_by_rank, grads = zip(*four.run(train_tensor_parallel, case), strict=True)
-    clip, message = None if "unclipped" in case else CLIP, PARALLEL[case]
+    message = PARALLEL[case]
     options: dict[str, Any] = {
         "rule": "SGD",
         "lr": RATE,
         "momentum": 0.9,
-        "clip": clip,
+        "clip": CLIP,
         "microbatches": 2,
         "grads": grads,
     }
-    step_batches = batches(4, 6, 8)[: 1 if "once" in case else 2]
+    step_batches = batches(4, 6, 8)
     if message is None:
         assert len(compare(block(), step_batches, params_by_rank, **options).leaves) == 5
         return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,11 @@ from fpipe.oracle.run_phases import (
     judge_replicas,
     judge_start,
 )
-from fpipe.oracle.run_report import Findings, RunReport
+from fpipe.oracle.run_report import Findings, RunReport, report_of
 from fpipe.oracle.run_update import judge_update
 from fpipe.recording.record_files import from_spec, hashes_of, is_plain, read_record
-from fpipe.verification.report import GradientMismatch
 
 Loss = Callable[[Any, Any], Tensor]
-
-# Faults after the first that a message lists.
-_MAX_LISTED = 4
 
 
 def compare_run(net: nn.Module, folder: str | Path, *, loss: Loss | None = None) -> RunReport:
@@ -76,7 +71,7 @@ def compare_run(net: nn.Module, folder: str | Path, *, loss: Loss | None = None)
     records = read_record(folder)
     # A copy, since the record's parameters are put into it.
     net = copy.deepcopy(net)
-    names, findings = ReferenceNames(net), Findings()
+    names, findings = ReferenceNames(net.named_parameters(remove_duplicate=False)), Findings()
     former: list[RecordedStep] | None = None
     for step in records[0].steps:
         ranks = [RecordedStep(record, step, names) for record in records]
@@ -88,7 +83,7 @@ def compare_run(net: nn.Module, folder: str | Path, *, loss: Loss | None = None)
             findings.notes[f"Modules inside {name} are not seen: torch.compile runs no hooks in them."] = None
         for name in sorted(rank.unjudged):
             findings.notes[f"{name} is not judged: rank {rank.rank} has a part of another shape."] = None
-    return _report(findings)
+    return report_of(findings)
 
 
 def judge_step(
@@ -160,19 +155,3 @@ def _judge_loss(rank: RecordedStep, loss: Loss | None, findings: Findings) -> No
     elif first_factor != 1.0:
         factor = f"{first_factor:.6g} x" if are_equal else "its share of the rows times"
         findings.notes[f"The loss of a microbatch is {factor} the reference's."] = None
-
-
-def _report(findings: Findings) -> RunReport:
-    """Return the report, or raise GradientMismatch with the first fault of the first step that has one."""
-    report = RunReport(tuple(findings.leaves), notes=tuple(findings.notes))
-    if not findings.faults:
-        return report
-    faults = sorted(findings.faults, key=lambda fault: fault.moment)
-    sentence, *later_sentences = dict.fromkeys(map(str, faults))
-    listed = [f"  also {text}" for text in later_sentences[:_MAX_LISTED]]
-    listed += [f"  and {len(later_sentences) - _MAX_LISTED} more"] * (len(later_sentences) > _MAX_LISTED)
-    first_fault = faults[0]
-    raise GradientMismatch(
-        "\n".join([sentence, *listed]),
-        replace(report, where=first_fault.subject, phase=first_fault.phase, mistake=first_fault.mistake),
-    )

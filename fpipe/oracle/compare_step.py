@@ -1,13 +1,14 @@
-"""Compare the result of training steps of another pipeline or a hand-written loop with plain autograd.
+"""Compare the parameters after training steps of another pipeline or loop with plain autograd and torch.optim.
 
-{"0.weight": w}  after two steps        --> compare_step -->        a Report, or the mistake by its name
+{"0.weight": w}  after two steps        --> compare_step -->        a RunReport, or the mistake by its name
+
+The last step becomes a record, as `record_run` writes one, and the phases of `compare_run` judge it. What nobody hands
+in is the reference's.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,19 +25,23 @@ from fpipe.meaning.optimizers.optimizer_state import (
     rates_by_step,
     update_settings,
 )
-from fpipe.meaning.optimizers.rules import as_number_by_name
+from fpipe.meaning.optimizers.rules import (
+    as_number_by_name,
+)
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.microbatch import cut
-from fpipe.meaning.single_device.microbatch_sums import sum_over_microbatches
 from fpipe.meaning.single_device.params_and_state import check_all_state, check_batch
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, require_model
-from fpipe.oracle.after_steps import GRADIENT, ParamsAfterSteps, with_rounding_noise
-from fpipe.oracle.gradient_changes import Parts
+from fpipe.oracle.compare_grads import compare_grads
 from fpipe.oracle.named_leaves import join_ranks, params_by_leaf, strip_wrapper_names
-from fpipe.oracle.step_mistakes import Loop, loops_clipped_by_rank
+from fpipe.oracle.recorded_step import ReferenceNames
+from fpipe.oracle.run_phases import add_fault, judge_norm
+from fpipe.oracle.run_report import Findings, RunReport, report_of
+from fpipe.oracle.run_update import judge_update
+from fpipe.oracle.step_training import Training, record_step
 from fpipe.transforms.update import update_options
-from fpipe.verification.report import Close, GradientMismatch, Report, list_names, means_agree_to_rounding, to_double
+from fpipe.verification.report import Close, GradientMismatch, means_agree_to_rounding
 
 
 def compare_step(
@@ -60,10 +65,10 @@ def compare_step(
     rtol: float | None = None,
     atol: float | None = None,
     **settings: Any,
-) -> Report:
+) -> RunReport:
     """Compare parameters after another pipeline's training steps with plain autograd and torch.optim.
 
-    If they differ, name the mistake that explains them.
+    The phases of the last step are judged as `compare_run` judges a recorded one: gradients, norm, update, copies.
 
     Args:
         model, params, state, key: as for `reference`, before the first step.
@@ -71,28 +76,25 @@ def compare_step(
         after: the parameters after the last step, by the names of the state_dict (one name of a tied one is enough,
             and buffers may be among them), or one tree for each stage. DTensors are put together. Of ranks that have a
             part each a list of such dicts: pieces along one dimension are put together in the order of the ranks, and
-            copies have to be equal: otherwise their gradients are not added over these ranks.
+            copies have to be equal.
         rule, clip, groups, settings: the update that was meant, as for `update`.
         lr: the learning rate, or that of each step; or a dict of it and of other numbers of the rule, as a step takes.
         opt: the optimizer's state before the first step, as `optimizer_state` makes it; that of the first by default.
-        norm, loss: what the other pipeline told of them, of each step; compared too, where given.
-        grads: the gradients of the last step by name, before they are clipped, or a dict for each rank; compared too,
-            where given.
+        norm, loss: the other pipeline's norm and loss of each step; compared too.
+        grads: the gradients of the last step by name, before they are clipped, or a dict for each rank; judged as
+            `compare_grads` does, and the update is then judged with them.
         opt_after: the optimizer's state after the last step by name, `{"0.weight": {"exp_avg": .., "step": ..}}`;
-            compared too, where given.
-        microbatches: how many equal parts each batch was cut into, over all replicas: so mistakes in adding them up are
-            told apart.
+            compared too.
+        microbatches: how many equal parts each batch was cut into, over all replicas.
         rtol, atol: relative and absolute tolerance. Without either a parameter may be as far away as small changes of
             the gradients move it, which is little but where an optimizer divides by them.
 
     Returns:
-        A `Report` with a leaf for each parameter, and a note where parameters alone do not tell of gradients: an
-        optimizer that divides by their size hides it.
+        A `Report` with a leaf for each parameter, whose `.where`, `.phase` and `.mistake` are None.
 
     Raises:
         ValueError: a name too many or too few, a parameter of another shape; what `update` and `reference` refuse.
-        GradientMismatch: a parameter that is another one, with the mistake, if one explains all of them; it "could be"
-            one where these parameters tell too little to be sure.
+        GradientMismatch: a parameter that is another one, with the phase, and the mistake if one explains it.
 
     >>> import fpipe, torch
     >>> _ = torch.manual_seed(0)
@@ -106,12 +108,10 @@ def compare_step(
     >>> after = dict(net.named_parameters())
     >>> fpipe.compare_step(model, before, batch, after, rule="AdamW", lr=0.01, weight_decay=0.1)
     Traceback (most recent call last):
-    fpipe.verification.report.GradientMismatch: 4 of 4 parameters are not those of plain autograd and AdamW.
-    There is no weight decay.
-      0.weight, 0.bias, 2.weight, 2.bias
+    fpipe.verification.report.GradientMismatch: 0.weight, update of step 0: there is no weight decay.
+    The gradients are the reference's: hand in grads=, or record the run with fpipe.record_run.
     """
     # 1. Check what was handed in, and bring it into the order of leaves and steps.
-    close = None if rtol is None and atol is None else Close(rtol, atol)
     param_by_leaf, pieces = params_by_leaf(require_model(model), params, after)
     check_all_state(model, state, "compare_step")
     batch_by_step = _batch_by_step(batches)
@@ -122,51 +122,64 @@ def compare_step(
         check_groups(update, [name for stage in params for name in names_of_leaves(tree.flatten(stage)[1])])
     if opt is not None:
         check_optimizer_state(update, params, opt)
-    settings_by_step = [as_number_by_name(rate) for rate in rates_by_step(lr, len(batch_by_step), update)]
-    constant_settings = {
-        setting_name: value
-        for setting_name, value in settings_by_step[0].items()
-        if all(step.get(setting_name) == value for step in settings_by_step)
-    }
-    constant_settings.pop("lr", None)
-    update = update._replace(settings=(*update.settings, *constant_settings.items()))
-    # 2. Run the reference loop. Settings that no step changes are part of the rule, so that mistakes can change them.
-    steps = [[cut(batch, index, microbatches) for index in range(microbatches)] for batch in batch_by_step]
-    ranks = [] if pieces is None else pieces.regions
-    loop = Loop(
+    count, last_step = len(batch_by_step), len(batch_by_step) - 1
+    training = Training(
         model=model,
+        update=update,
+        steps=[[cut(batch, index, microbatches) for index in range(microbatches)] for batch in batch_by_step],
+        rates=[as_number_by_name(rate) for rate in rates_by_step(lr, count, update)],
+        keys=_values_by_step(key, count, "key"),
         params=params,
         opt=initial_states(update, params) if opt is None else opt,
         state=state,
-        steps=steps,
-        update=update,
-        rates=[
-            {setting_name: value for setting_name, value in step.items() if setting_name not in constant_settings}
-            for step in settings_by_step
-        ],
-        gradients=_Gradients(model, params, state, steps),
-        keys=_values_by_step(key, len(steps), "key"),
-        regions=[
-            {leaf_index: regions[name] for leaf_index, (name, _) in param_by_leaf.items() if name in regions}
-            for regions in ranks
-        ],
     )
-    expected = _run_or_explain(loop, batches)
-    compared = ParamsAfterSteps(param_by_leaf, loop, expected, close)
-    # 3. Compare. Copies that differ between ranks come first: then the parameters themselves tell nothing.
-    differing = [*pieces.differing] if pieces is not None else []
-    messages = [
-        *_describe_differing_copies(compared, differing),
-        *_describe_wrong_values(compared, grads or {}, opt_after or {}),
-    ]
-    messages += [
-        *_describe_wrong_series("loss", loss, expected.loss),
-        *_describe_wrong_series("norm", norm, expected.norm or ()),
-    ]
-    report = compared.report
-    if not compared.wrong_leaves and not messages:
-        return report if grads or opt_after else replace(report, notes=(*report.notes, *compared.hidden_sizes(norm)))
-    raise GradientMismatch("\n".join(messages if differing else [*compared.message(bool(grads)), *messages]), report)
+    expected = _run_or_explain(training, batches)
+    findings = Findings(close=None if rtol is None and atol is None else Close(rtol, atol))
+    # 2. Losses, and norms of all steps but the last, whose norm is a phase.
+    norms = _values_by_step(norm, count, "norm")
+    for phase, values, right in (
+        ("loss", _values_by_step(loss, count, "loss"), expected.loss),
+        ("norm", norms[:-1], expected.norm),
+    ):
+        for step, (value, right_value) in enumerate(zip(values, right or (), strict=False)):
+            if value is not None and not _is_near(value, right_value):
+                times = f": {float(value) / float(right_value):.4g} x" * bool(right_value)
+                mistake = f"it is {float(value):.6g}, not {float(right_value):.6g}{times}"
+                add_fault(findings, f"the {phase}", phase, mistake, step)
+    # 3. The gradients of the last step, and copies on several ranks.
+    whole_grads = _join_grads(grads, training.reference_names, findings, last_step)
+    if whole_grads:
+        start = training.start
+        compare_grads(
+            model,
+            start.params or params,
+            batch_by_step[-1],
+            whole_grads,
+            state=start.state,
+            key=training.keys[-1],
+            microbatches=microbatches,
+            rtol=rtol,
+            atol=atol,
+        )
+    mistake = "ranks have copies that differ: its gradient is not added over them, or each clips by a norm of its own"
+    for name in pieces.differing if pieces is not None else ():
+        add_fault(findings, name, "replicas", mistake, last_step)
+    # 4. The update, given the gradients. Where copies differ, the first rank's tell nothing.
+    if not findings.faults:
+        rank = record_step(training, dict(param_by_leaf.values()), whole_grads, norms[-1], opt_after or {})
+        judge_norm([rank], findings)
+        judge_update(rank, None, findings, training.limit_of)
+    findings.notes[f"Compared after {count} training step{'s' * (count > 1)}."] = None
+    if not whole_grads:
+        findings.notes[_UNSEEN_GRADS] = None
+    try:
+        return report_of(findings)
+    except GradientMismatch as error:
+        hint = "" if whole_grads or error.report is None else f"\n{_UNSEEN_GRADS}"
+        raise GradientMismatch(f"{error}{hint}", error.report) from None
+
+
+_UNSEEN_GRADS = "The gradients are the reference's: hand in grads=, or record the run with fpipe.record_run."
 
 
 _SEVERAL = "of several steps hand in a list, [batch, ..], and not a tuple"
@@ -183,10 +196,10 @@ def _batch_by_step(batches: Any) -> list[Any]:
     return by_step
 
 
-def _run_or_explain(loop: Loop, batches: Any) -> Result:
-    """Run the loop; if it fails on a tuple of two pairs, say that these may have been meant as a list of steps."""
+def _run_or_explain(training: Training, batches: Any) -> Result:
+    """Run the training; if it fails on a tuple of two pairs, say that these may have been meant as a list of steps."""
     try:
-        return loop.run()
+        return training.all_steps
     except Exception as error:
         pairs = isinstance(batches, tuple) and all(isinstance(pair, tuple) for pair in batches)  # pyright: ignore[reportUnknownVariableType]
         if not pairs:
@@ -211,38 +224,6 @@ def _check_by_name(opt: Any, grads: Any, opt_after: Any) -> None:
         )
 
 
-class _Gradients:
-    """Computes gradients of some microbatches, as a mean over their rows.
-
-    The loops of all mistakes start at the same parameters, so gradients at these are cached, up to a number of numbers.
-    """
-
-    def __init__(self, model: Model, params: Sequence[Any], state: Any, steps: Sequence[Parts]) -> None:
-        self.model, self.params, self.state = model, params, state
-        # Keeps the parts alive, so that an id names one part.
-        self.parts = {id(part): part for step in steps for part, _ in step}
-        numbers = sum(leaf.numel() for leaf in tree.leaves(tuple(params)) if isinstance(leaf, Tensor))
-        self.most_results = _MAX_CACHED_NUMBERS // (1 + numbers)
-        self.results = dict[Any, Result]()
-
-    def __call__(
-        self, params: Sequence[Any], parts: Parts, state: Any = None, key: int | None = None, observe: Any = None
-    ) -> Result:
-        # Only without an observer and at the first parameters and state is the result that of another loop, too.
-        is_first = observe is None and state is self.state and all(map(operator.is_, params, self.params))
-        is_known = is_first and all(id(part) in self.parts for part, _ in parts)
-        name = (key, *(id(part) for part, _ in parts)) if is_known else None
-        if name in self.results:
-            return self.results[name]
-        result = sum_over_microbatches(self.model, params, parts, state=state, key=key, observe=observe)
-        if name is not None and len(self.results) < self.most_results:
-            self.results[name] = result
-        return result
-
-
-_MAX_CACHED_NUMBERS = 2**26
-
-
 def _values_by_step(values: Any, steps: int, argument: str) -> list[Any]:
     """Return the value for each step, from a list of as many or from one value for all, or raise."""
     by_step: list[Any] = [*values] if isinstance(values, list | tuple) else [values] * steps
@@ -254,88 +235,23 @@ def _values_by_step(values: Any, steps: int, argument: str) -> list[Any]:
     return by_step
 
 
-def _describe_differing_copies(compared: ParamsAfterSteps, names: Sequence[str]) -> list[str]:
-    """Explain why copies of a parameter that were equal on all ranks differ after the steps."""
-    if not names:
-        return []
-    for sentence, loop in loops_clipped_by_rank(compared.loop):
-        if not compared.leaves_that_differ(loop, loop.run()):
-            return [f"Ranks have copies that differ, such as {names[0]}: {sentence}."]
-    sentence = "Ranks have copies that differ: gradients of these are not added over replicas or tensor-parallel ranks"
-    norms = ", or each rank clips by a norm of its own" * (compared.loop.update.clip is not None)
-    return [f"{sentence}{norms}: {list_names(names)}."]
+def _is_near(value: Any, right: Tensor) -> bool:
+    return means_agree_to_rounding(torch.as_tensor(value, dtype=torch.float32), right.float())
 
 
-def _describe_unreduced_grad(name: str, ranks: Sequence[Tensor], right: Tensor) -> str:
-    """Describe a gradient that differs between ranks, because it was not summed or averaged over them."""
-    count, total = len(ranks), torch.stack([to_double(leaf) for leaf in ranks]).sum(0)
-    # If the sum over the ranks, divided by a divisor of their number, is the right gradient, each rank has an addend.
-    close = Close(_SUM_TOLERANCE, _SUM_TOLERANCE * float(to_double(right).abs().max()))
-    times = next((k for k in range(1, count + 1) if count % k == 0 and close(total / k, to_double(right))), None)
-    if times is None:
-        return f"The gradient of {name} is another one on each of {count} ranks that are to have copies."
-    have = "have the mean" if times == count else f"add up to {times} times" if times > 1 else "add up to"
-    return f"The gradient of {name} is not added over ranks: those of {count} {have} the right one."
-
-
-_SUM_TOLERANCE = 1e-4
-"""How near a sum over ranks has to be to the gradient that it explains, relatively."""
-
-
-def _describe_wrong_values(
-    compared: ParamsAfterSteps,
-    grads: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    states: Mapping[str, Mapping[str, Any]],
-) -> list[str]:
-    """Describe gradients and optimizer state that differ from the reference loop's."""
-    right, messages = compared.grads_and_state_of(compared.expected), list[str]()
-    names = [name for name, _ in compared.param_by_leaf.values()]
-    states = strip_wrapper_names(states, names)
-    grads = strip_wrapper_names(grads, names) if isinstance(grads, Mapping) else [*grads]
-    if not isinstance(grads, Mapping):
-        grads = [strip_wrapper_names(rank, names) for rank in grads]
-        shapes = {name.removeprefix(GRADIENT): leaf.shape for name, leaf in right.items()}
-        _refuse_unknown([GRADIENT + name for named in grads for name in named], right)
-        pieces = join_ranks(grads, shapes)
-        for name, ranks in pieces.differing.items():
-            messages.append(_describe_unreduced_grad(name, ranks, right[GRADIENT + name]))
-        grads = {name: leaf for name, leaf in pieces.tensors.items() if name not in pieces.differing}
-    values = {GRADIENT + name: leaf for name, leaf in grads.items()}
-    values |= {f"{state_key} of {name}": leaf for name, state in states.items() for state_key, leaf in state.items()}
-    _refuse_unknown([*values], right)
-    for value_name, leaf in values.items():
-        values[value_name] = torch.as_tensor(leaf.full_tensor() if is_sharded(leaf) else leaf).detach()
-        if values[value_name].shape != right[value_name].shape:
-            raise ValueError(
-                f"{value_name} has the shape {[*leaf.shape]}, and is to have {[*right[value_name].shape]}."
-            )
-    wrong = [value_name for value_name, leaf in values.items() if not compared.agree(leaf, right[value_name])]
-    # Without a tolerance: as far away as rounding noise on the gradients moves them is right.
-    if wrong and compared.close is None:
-        moved_values = compared.grads_and_state_of(with_rounding_noise(compared.loop).run())
-        wrong = [
-            value_name
-            for value_name in wrong
-            if not compared.are_near(values[value_name], right[value_name], moved_values[value_name])
-        ]
-    if wrong:
-        messages.append(f"{len(wrong)} of {len(values)} values beside the parameters are others: {list_names(wrong)}.")
-    return messages
-
-
-def _refuse_unknown(names: Sequence[str], right: Mapping[str, Tensor]) -> None:
-    unknown = next((name for name in names if name not in right), None)
-    if unknown is not None:
-        raise ValueError(f"there is nothing to compare {unknown} with; there is {list_names([*right])}.")
-
-
-def _describe_wrong_series(quantity: str, series: Any, expected: Any) -> list[str]:
-    """Describe the first loss or norm of another pipeline that differs from the reference loop's."""
-    values = _values_by_step(series, len(expected), quantity)
-    for step, (value, right) in enumerate(zip(values, expected, strict=True)):
-        if value is not None and not means_agree_to_rounding(
-            torch.as_tensor(value, dtype=torch.float32), right.float()
-        ):
-            times = f": {float(value) / float(right):.4g} x" if right else ""
-            return [f"The {quantity} of step {step} is {float(value):g}, and not {float(right):g}{times}."]
-    return []
+def _join_grads(grads: Any, names: ReferenceNames, findings: Findings, step: int) -> dict[str, Tensor]:
+    """Return gradients by name, joined from the parts of ranks; {} and a fault if copies of ranks differ."""
+    ranks: list[Any] = [*grads] if isinstance(grads, list | tuple) else [grads or {}]
+    # DTensors of one process are whole on each rank; plain pieces are joined below.
+    whole_ranks = [
+        {name: leaf.full_tensor() if is_sharded(leaf) else leaf for name, leaf in rank.items()} for rank in ranks
+    ]
+    named = [strip_wrapper_names(rank, names.first_name) for rank in whole_ranks]
+    if not isinstance(grads, list | tuple):
+        return named[0]
+    shapes = {name: names.params[first_name].shape for name, first_name in names.first_name.items()}
+    pieces = join_ranks(named, shapes)
+    for name in pieces.differing:
+        mistake = "it is not added over ranks: their gradients differ"
+        add_fault(findings, name, "reduction", mistake, step)
+    return {} if pieces.differing else pieces.tensors

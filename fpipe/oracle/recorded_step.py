@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,13 +15,18 @@ from fpipe.recording.record_files import RankRecord
 
 
 class ReferenceNames:
-    """The names of the reference net's parameters: of a tied one the first, whichever name a rank has."""
+    """The names of the reference's parameters: of a tied one the first, whichever name a rank has.
 
-    def __init__(self, net: nn.Module) -> None:
-        self.params = dict(net.named_parameters())
-        first_name = {id(param): name for name, param in self.params.items()}
-        every_name = net.named_parameters(remove_duplicate=False)
-        self.first_name = {name: first_name[id(param)] for name, param in every_name}
+    Args:
+        named_params: each name with its parameter; a tied one has several names.
+    """
+
+    def __init__(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
+        self.params, self.first_name = dict[str, Tensor](), dict[str, str]()
+        name_by_id = dict[int, str]()
+        for name, param in named_params:
+            self.first_name[name] = name_by_id.setdefault(id(param), name)
+            self.params.setdefault(self.first_name[name], param)
         self.uses = {name: [*self.first_name.values()].count(name) for name in self.params}
 
 

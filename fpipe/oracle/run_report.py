@@ -6,12 +6,12 @@ reference under noise of one unit of its dtype, three times --> spread        |r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from fpipe.verification.report import Close, Leaf, Report, largest_difference, to_double
+from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, largest_difference, to_double
 
 PHASES = (
     "start",
@@ -31,6 +31,9 @@ PHASES = (
 # How many spreads, and how many epsilons of its norm, a tensor may be away from the reference.
 _SPREADS, _EPSILONS = 4.0, 2.0
 _SEEDS = (1, 2, 3)
+
+# Faults after the first that a message lists.
+_MAX_LISTED = 4
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,16 @@ class RunReport(Report):
 
 @dataclass
 class Findings:
-    """Faults, compared tensors and notes, collected while a record is judged."""
+    """Faults, compared tensors and notes, collected while a record is judged.
+
+    Attributes:
+        close: a tolerance instead of that of rounding.
+    """
 
     faults: list[Fault] = field(default_factory=list[Fault])
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     notes: dict[str, None] = field(default_factory=dict[str, None])
+    close: Close | None = None
 
     def agree(self, name: str, actual: Tensor, expected: Tensor, limit: Callable[[], float]) -> bool:
         """Compare two tensors, note the result, and return whether they agree bitwise or within the limit."""
@@ -92,7 +100,25 @@ class Findings:
             return False
         bitwise = actual.dtype == expected.dtype and Close()(actual, expected)
         self.leaves.append(Leaf(name, bitwise, 0.0 if bitwise else largest_difference(actual, expected)))
+        if self.close is not None:
+            return self.close(actual.to(expected.dtype), expected)
         return bitwise or distance(actual, expected) <= limit()
+
+
+def report_of(findings: Findings) -> RunReport:
+    """Return the report, or raise GradientMismatch with the first fault of the first step that has one."""
+    report = RunReport(tuple(findings.leaves), notes=tuple(findings.notes))
+    if not findings.faults:
+        return report
+    faults = sorted(findings.faults, key=lambda fault: fault.moment)
+    sentence, *later_sentences = dict.fromkeys(map(str, faults))
+    listed = [f"  also {text}" for text in later_sentences[:_MAX_LISTED]]
+    listed += [f"  and {len(later_sentences) - _MAX_LISTED} more"] * (len(later_sentences) > _MAX_LISTED)
+    first_fault = faults[0]
+    raise GradientMismatch(
+        "\n".join([sentence, *listed]),
+        replace(report, where=first_fault.subject, phase=first_fault.phase, mistake=first_fault.mistake),
+    )
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:

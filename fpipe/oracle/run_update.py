@@ -5,20 +5,21 @@ before, gradient, state --the rule as it was meant--> right        --the rule by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fpipe.meaning.optimizers.rule_names import SETTINGS
+from fpipe.meaning.optimizers.rule_names import RULES, SETTINGS
 from fpipe.meaning.optimizers.rules import RULES_WITHOUT_STEP, STEP, apply_rule, initial_state
 from fpipe.oracle.recorded_step import RecordedStep
 from fpipe.oracle.run_phases import add_fault, final_grads
 from fpipe.oracle.run_report import Findings, distance, eps_of, noises, rounding_limit
 from fpipe.recording.record_files import from_spec
-from fpipe.verification.report import list_names
+from fpipe.verification.report import is_finite, list_names
 
 # Settings that choose a kernel and not a result, and those that schedulers of the learning rate leave in a group.
 _KERNEL_SETTINGS = frozenset(("foreach", "fused", "capturable", "differentiable", "initial_lr", "lr"))
@@ -50,31 +51,43 @@ class LeafUpdate:
         )
         return params[0], states[0]
 
-    def limits(self, right: Tensor) -> float:
+    def limit(self, right: Tensor) -> float:
         """Return how far rounding of the gradient and the parameter may take the next parameter."""
         eps = eps_of(self.param)
         moved = [replace(self, grad=noise(self.grad)).run()[0] for noise in noises(eps)]
         return rounding_limit(right, moved, eps)
 
 
-def judge_update(rank: RecordedStep, former: RecordedStep | None, findings: Findings) -> None:
-    """Check parameters and optimizer state after the update of a rank."""
+def judge_update(
+    rank: RecordedStep,
+    former: RecordedStep | None,
+    findings: Findings,
+    limit_of: Callable[[str, str, Tensor], float] | None = None,
+) -> None:
+    """Check parameters and optimizer state after the update of a rank.
+
+    Args:
+        rank, former: the step, and the one before if it is recorded.
+        findings: where the faults go.
+        limit_of: how far rounding may take a parameter, or its state of a key, from the right one; by default what
+            rounding of its recorded gradient does.
+    """
     updates = dict(_leaf_updates(rank, findings))
     new_params, new_states = rank.tensors("after"), rank.states("state_after")
     wrong = dict[str, Tensor]()
     for name, update in updates.items():
         right, right_state = update.run()
         label = f"step {rank.step}: {name} after the update, rank {rank.rank}"
-        if not findings.agree(label, new_params[name], right, lambda update=update, right=right: update.limits(right)):
+        limit = partial(limit_of, name, "", right) if limit_of is not None else partial(update.limit, right)
+        if not findings.agree(label, new_params[name], right, limit):
             wrong[name] = right
             continue
         for key, value in new_states.get(name, {}).items():
             expected = right_state.get(key)
-            # The count of steps is exact, and moments are sums of two terms.
-            limit = 0.0 if expected is None or key == STEP else 16 * eps_of(value) * float(expected.double().norm())
-            if expected is not None and not findings.agree(
-                f"{label}, {key}", value, expected, lambda limit=limit: limit
-            ):
+            if expected is None:
+                continue
+            limit = partial(limit_of or _limit_of_state, name, key, expected)
+            if not findings.agree(f"{label}, {key}", value, expected, limit):
                 add_fault(findings, name, "update", f"its {key} is not that of {update.rule}", rank.step)
     # Parameters that no group has, or without a gradient, stay where they are.
     untouched = [
@@ -88,18 +101,23 @@ def judge_update(rank: RecordedStep, former: RecordedStep | None, findings: Find
         add_fault(findings, next(iter(wrong)), "update", _explain(rank, former, updates, new_params, wrong), rank.step)
 
 
+def _limit_of_state(name: str, key: str, expected: Tensor) -> float:
+    # The count of steps is exact, and moments are sums of two terms.
+    return 0.0 if key == STEP else 16 * eps_of(expected) * float(expected.double().norm())
+
+
 def _leaf_updates(rank: RecordedStep, findings: Findings) -> Iterator[tuple[str, LeafUpdate]]:
     """Yield the intended update of each parameter."""
     meant, grads, states = rank.header["meant"], rank.tensors("updated"), rank.states("state_before")
     meant_settings = from_spec(meant["settings"], rank.record.tensor)
     for group in rank.header["groups"] if grads else ():
         rule = meant["rule"] or group["rule"]
-        if rule not in SETTINGS:
+        if rule not in SETTINGS and rule not in RULES:
             findings.notes[f"The update is not judged: {rule} is no rule of torch.optim. Say step(rule=)."] = None
             return
         group_settings = from_spec(group["settings"], rank.record.tensor)
         lr = float(meant["lr"] if meant["lr"] is not None else group_settings["lr"])
-        setting_names = SETTINGS[rule].split()
+        setting_names = SETTINGS[rule].split() if rule in SETTINGS else [*group_settings]
         # The settings that the loop says it means take the place of the optimizer's own.
         settings = {
             key: value for key, value in group_settings.items() if key in setting_names and key not in _KERNEL_SETTINGS
@@ -118,6 +136,9 @@ def _explain(
     wrong: Mapping[str, Tensor],
 ) -> str:
     """Return the mistake that gives all wrong parameters, or say how many differ."""
+    not_finite = [name for name in wrong if not is_finite(new_params[name])]
+    if not_finite:
+        return f"NaN or infinite numbers in {list_names(not_finite)}"
     errors = {name: distance(new_params[name], right) for name, right in wrong.items()}
     for sentence, changed in _mistakes(rank, former, updates, list(wrong)):
         results = ((name, changed[name].run()[0]) for name in wrong if name in changed)
@@ -168,7 +189,7 @@ def _mistakes(
                 f"the learning rate is {float(settings['lr']):g}, not {update.lr:g}",
                 changed(lr=float(settings["lr"])),
             )
-    if not decay and "weight_decay" in SETTINGS[update.rule].split():
+    if not decay and "weight_decay" in SETTINGS.get(update.rule, "").split():
         for other_decay in (0.1, 0.01, 0.05, 1e-4):
             yield f"weight decay {other_decay:g} is not meant", with_settings(weight_decay=other_decay)
     yield "gradients before the clip are used", with_grads(final_grads(rank))
@@ -187,6 +208,6 @@ def _mistakes(
     for other_rule in ("Adam", "AdamW", "SGD"):
         if other_rule != update.rule and (other_rule == "SGD") == (update.rule == "SGD"):
             yield f"it is {other_rule}, not {update.rule}", changed(rule=other_rule)
-    for eps in (1e-5, 1e-6, 1e-7, 1e-8, 1e-10):
-        if "eps" in update.settings:
+    for eps in (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-10):
+        if eps != update.settings.get("eps", eps):
             yield f"eps is {eps:g}, not {update.settings['eps']:g}", with_settings(eps=eps)

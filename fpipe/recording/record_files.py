@@ -129,18 +129,24 @@ class TensorWriter:
 
 
 class RankRecord:
-    """The record of one rank: what each step said, and the tensors of all its files by hash."""
+    """The record of one rank.
 
-    def __init__(self, rank: int, files: Mapping[int, SafetensorsFile]) -> None:
-        self.rank = rank
-        self.file_by_hash = {name: file for file in files.values() for name in file.entries}
-        self.steps = {step: _read_header(file, rank, step) for step, file in files.items()}
+    Attributes:
+        rank: its number.
+        steps: what each step said.
+        readers: a function for each hash, which reads the tensor.
+    """
+
+    def __init__(
+        self, rank: int, steps: Mapping[int, dict[str, Any]], readers: Mapping[str, Callable[[str], Tensor]]
+    ) -> None:
+        self.rank, self.steps, self.readers = rank, steps, readers
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor by its hash; raise ValueError if no file has it."""
-        if name not in self.file_by_hash:
+        if name not in self.readers:
             raise ValueError(f"rank {self.rank} lacks a tensor: an earlier file is missing.")
-        return self.file_by_hash[name].read_tensor(name)
+        return self.readers[name](name)
 
     def tensors(self, hash_by_name: Mapping[str, str]) -> dict[str, Tensor]:
         """Read tensors by the names that a step gives them."""
@@ -162,7 +168,7 @@ def read_record(folder: str | Path) -> list[RankRecord]:
         files_by_rank.setdefault(int(numbers[1]), {})[int(numbers[2])] = SafetensorsFile(path)
     if not files_by_rank:
         raise ValueError(f"{folder} holds no record. Make one with fpipe.record_run.")
-    records = [RankRecord(rank, dict(sorted(files_by_rank[rank].items()))) for rank in sorted(files_by_rank)]
+    records = [_open_rank(rank, dict(sorted(files_by_rank[rank].items()))) for rank in sorted(files_by_rank)]
     ranks = next(iter(records[0].steps.values()))["ranks"]
     missing = next((rank for rank in range(ranks) if rank not in files_by_rank), None)
     if missing is not None:
@@ -174,6 +180,11 @@ def read_record(folder: str | Path) -> list[RankRecord]:
                 f"{records[0].rank}. Record the same steps on each."
             )
     return records
+
+
+def _open_rank(rank: int, files: Mapping[int, SafetensorsFile]) -> RankRecord:
+    steps = {step: _read_header(file, rank, step) for step, file in files.items()}
+    return RankRecord(rank, steps, {name: file.read_tensor for file in files.values() for name in file.entries})
 
 
 _FIELDS = {"rank", "ranks", "step", "microbatches", "before", "after", "buffers", "modes", "aliases"}
