@@ -19,7 +19,7 @@ PARTS, KEY, ROUNDS = 2, 3, 9
 
 HEAD = """# Families
 
-*Reference.* For whoever has a model of the transformers library: which families `from_module` cuts at four stages, and how their gradients compare with their own. The models are tiny (four blocks, width 32, four rows in two microbatches), with random weights, dropout, and padded rows if the family has a mask. `make families` compares loss, gradients and state with the net's own under plain autograd, for ZB-H1 with checkpoint. `make families-page` writes this page.
+*Reference.* Which families of transformers `from_module` cuts at four stages, and how their gradients compare with their own. The models are tiny (four blocks, width 32, four rows in two microbatches), with random weights, dropout, and padded rows if the family has a mask. `make families` compares loss, gradients and state with the net's own under plain autograd, for ZB-H1 with checkpoint. `make families-page` writes this page.
 
 - *gradients*: bitwise the net's own, or all but the named ones. If several stages read one value (a tied parameter, an encoder's output), plain autograd adds its gradients (`aten.add`) in another order.
 - *build*: seconds of `from_module`, with torch's export.

@@ -12,7 +12,7 @@ PAGE = Path(__file__).with_suffix(".md")
 
 HEAD = """# Kernels
 
-*Reference.* For whoever trains with more than plain layers. Each row is a block in a net of three stages under ZB-H1, compared with plain autograd on the CPU by `tests/test_kernels.py`; `make kernels-page` writes the table.
+*Reference.* What happens to more than plain layers. Each row is a block in a net of three stages under ZB-H1, compared with plain autograd on the CPU by `tests/test_kernels.py`; `make kernels-page` writes the table.
 
 - *bitwise*: plain autograd's bits, and the stage is traced.
 - *one operation*: `from_module` keeps the module's Python as one operation of its stage, and a warning says why and where. The stage is traced, unless it runs *under autograd*.

@@ -16,8 +16,8 @@ MEASURED = (4, 8)
 
 HEAD = """# Schedules
 
-*Reference.* For whoever looks for a schedule: every schedule that has a name, with its source, sizes, idle time and
-memory. `make docs` writes this page from the registry.
+*Reference.* Every schedule that has a name, with its source, sizes, idle time and memory. `make docs` writes this page
+from the registry.
 
     fpipe.schedules.zb_h1(ranks=4)                       a transform, for programs of your own
     fpipe.schedules.about("zb_h1").program(4, 8)         a program of a plain chain, 4 ranks, 8 microbatches
@@ -32,7 +32,7 @@ memory. `make docs` writes this page from the registry.
 | idle | makespan less mT |
 | peak | microbatches that a rank holds; one microbatch of all its stages counts 1 |
 
-Options, and more on each schedule, are in the [reference](reference/schedules.md). Grids have p = 3 and m = 4 unless
+Options, and how a schedule is built, are in the [reference](reference/schedules.md). Grids have p = 3 and m = 4 unless
 they say otherwise. `(0F3;3B1)` overlaps two ops.
 
 ## Side by side
@@ -71,7 +71,7 @@ def _section(schedule: Schedule) -> list[str]:
     lines = [f"## {schedule.name}", ""]
     if schedule.title:
         lines += [f"{schedule.title}. {schedule.source}.", ""]
-    lines += [_description(schedule), ""]
+    lines += [" ".join((inspect.getdoc(schedule.factory) or "").split("\n\n")[0].split()), ""]
     facts = {"Accepts": schedule.accepts, "Idle": schedule.idle, "Peak": schedule.peak}
     lines += [f"- {label}: {fact}" for label, fact in facts.items() if fact]
     program = _program_of(schedule, DRAWN)
@@ -80,17 +80,6 @@ def _section(schedule: Schedule) -> list[str]:
     size = (program.ranks, program.microbatches)
     caption = [] if size == DRAWN[0] else ["", f"Drawn with p = {size[0]}, m = {size[1]}:"]
     return [*lines, *caption, "", "```", str(fpipe.plot(program)), "```", ""]
-
-
-def _description(schedule: Schedule) -> str:
-    """Return the first two paragraphs of a schedule's docstring, without its drawings, arguments and examples."""
-    text = inspect.getdoc(schedule.factory) or ""
-    paragraphs: list[str] = []
-    for paragraph in text.split("\n\n")[:2]:
-        if paragraph.startswith((" ", ">>>", "Args:", "Returns:", "Raises:", "Source:")):
-            break
-        paragraphs.append(" ".join(paragraph.split()))
-    return "\n\n".join(paragraphs)
 
 
 def _program_of(schedule: Schedule, sizes: Sequence[tuple[int, int]]) -> fpipe.Program | None:

@@ -333,12 +333,12 @@ def test_a_compiled_function_is_never_handed_tensors_without_data():
 # The page.
 
 
-def test_the_page_shows_every_kind_and_its_verdict():
+def test_the_page_shows_every_case_that_is_not_bitwise():
     page = PAGE.read_text("utf-8")
-    bitwise = re.search(r"^These are bitwise: (?P<names>.*)\.$", page, re.M)
+    bitwise = re.search(r"^(?P<count>\d+) of its cases are bitwise: ", page, re.M)
     table = re.search(r"^\| what \| result \|\n\|---\|---\|\n(?P<rows>(?:\|.*\|\n)*)", page, re.M)
-    assert bitwise is not None, "docs/linearize.md has no list"
+    assert bitwise is not None, "docs/linearize.md has no number"
     assert table is not None, "docs/linearize.md has no table"
-    assert bitwise["names"].split("; ") == [case.name for case in CASES if case.verdict == "bitwise"]
+    assert int(bitwise["count"]) == [case.verdict for case in CASES].count("bitwise")
     table_rows = [tuple(cell.strip() for cell in row.strip("|").split(" | ")) for row in table["rows"].splitlines()]
     assert table_rows == [(case.name, case.verdict) for case in CASES if case.verdict != "bitwise"]

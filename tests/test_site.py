@@ -135,9 +135,9 @@ def test_the_readme_is_a_page_of_the_site():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_first_sentence_of_a_page_names_its_readers(page):
+def test_the_first_paragraph_of_a_page_names_its_kind(page):
     paragraphs = [part for part in page.read_text(encoding="utf-8").split("\n\n") if not part.startswith(("#", "```"))]
-    assert not paragraphs or "whoever" in paragraphs[0].partition(". ")[0]
+    assert not paragraphs or re.match(r"\*(Start|How to|Reference|Why)\.\* [A-Z`f]", paragraphs[0])
 
 
 def test_dead_links_are_listed(tmp_path: Path):
