@@ -19,7 +19,7 @@ HEAD = """# Kernels
 - *under autograd*: the reason of a warning; the stage's `W` computes nothing.
 - *refused*: the error, with the line.
 
-Of FlexAttention torch has no backward on the CPU; the rows switch its check off.
+Torch has no backward of FlexAttention on the CPU; the rows switch its check off.
 
 | kernel | `from_functions`, `from_sequential` | `from_module` (=: the same) |
 |---|---|---|

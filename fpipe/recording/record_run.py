@@ -202,7 +202,7 @@ def record_run(
     try:
         import safetensors.torch  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError:
-        raise ModuleNotFoundError("record_run needs safetensors: pip install 'fpipe[safetensors]'.") from None
+        raise ModuleNotFoundError("record_run needs safetensors: pip install 'fpipe-torch[safetensors]'.") from None
     number = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
