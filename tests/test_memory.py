@@ -7,6 +7,7 @@ import torch
 
 import fpipe
 from fpipe.program import Program, ProgramError
+from fpipe.timing.memory import HOLDERS, Account
 from tests.test_conformance import ROWS, Row, layers_model, served
 
 POLICIES: dict[str, Callable[[Program], Program]] = {
@@ -80,6 +81,17 @@ def test_a_timeline_gives_the_bytes_held_over_time():
     timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), costs)
     assert timeline.memory_curve(1) == [(1, 221), (2, 226), (4, 26), (4, 16)]
     assert timeline.memory_curve(0) == [(0, 110), (1, 100), (4, 115), (6, 15), (6, 5)]
+
+
+def test_a_storage_of_several_values_is_held_for_the_first_kind_of_holder():
+    """An output that the backward reads too counts as residual until the backward is over."""
+    y, res = fpipe.Value("y", 0, 0), fpipe.Value("res", 0, 0)
+    account = Account(1)
+    output, residuals = HOLDERS.index("in flight"), HOLDERS.index("residuals")
+    assert account.record_op(0, [(y, {"storage": 10})], []) == ([(0, 10, output)], [])
+    assert account.record_op(0, [(res, {"storage": 10})], []) == ([(0, -10, output), (0, 10, residuals)], [])
+    assert account.record_op(0, [], [res]) == ([], [(0, -10, residuals), (0, 10, output)])
+    assert account.peak == [10]
 
 
 OFFLOADED = fpipe.offload(lambda stage, microbatch: stage == 0)(fpipe.program(2))

@@ -303,12 +303,21 @@ def test_a_measured_step_is_drawn_like_a_simulated_one(tmp_path: Path):
         _, boxes = read_boxes(Path(fpipe.plot(timeline, ONE_F_ONE_B, names=["run", "plan"], file=tmp_path / "a.svg")))
         for cell in ("0F0", "2B3"):
             assert sum(title.startswith(f"{cell}, rank") for title in boxes) == 2
-        assert "bytes held" in read_labels(tmp_path / "a.svg")
+        assert {"bytes held", "gradients", "residuals", "in flight"} <= {*read_labels(tmp_path / "a.svg")}
         for rank in range(3):
             assert max(byte_count for _, byte_count in timeline.memory_curve(rank)) == timeline.peak[rank]
         path = Panel("", timeline, (timeline.makespan / 4, timeline.makespan / 2)).path
         assert {step[:3] for step in path if isinstance(step.activity, fpipe.Op)} <= {*timeline.events}, "no idle time"
         assert any(wait.op and wait.op.cell == "1F0" and wait.writer.cell == "0F0" for wait in timeline.waits)
+
+
+def test_ops_that_differ_most_are_outlined_and_named(tmp_path: Path):
+    costs = fpipe.Costs(lambda s, i: 1 + ((s, i) == (1, 2)), backward=lambda s, i: 2 + 3 * ((s, i) == (2, 0)))
+    slower = fpipe.simulate(ONE_F_ONE_B, costs)
+    style = fpipe.Style(differences=3)
+    assert "differs most: 2B0 +3, 1F2 +1\n" in fpipe.plot(ONE_F_ONE_B, slower, names=["plan", "run"], style=style)
+    file = Path(fpipe.plot(ONE_F_ONE_B, slower, style=style, file=tmp_path / "a.svg"))
+    assert {"2B0 takes 5, not 2", "1F2 takes 2, not 1"} <= {title.text for title in ET.parse(file).iter(f"{SVG}title")}
 
 
 # PNG, PDF, HTML
@@ -452,7 +461,7 @@ fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(width_mm=20))
 fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(width_mm=84), width=800)
     ValueError: leave width= out
 fpipe.plot(GPIPE, style=fpipe.Style(memory=False))
-    ValueError: text has no memory=; of a style it takes figures, window, ranks
+    ValueError: text has no memory=; of a style it takes figures, differences, window, ranks
 fpipe.plot(GPIPE, file='a.html', style=fpipe.Style(font_pt=7))
     ValueError: a page has no font_pt=
 fpipe.plot(GPIPE, file='a.json', style=fpipe.Style(labels='none'))

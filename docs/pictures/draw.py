@@ -63,8 +63,9 @@ def draw_measured(folder: Path) -> None:
         took = [[end - start for op, start, end in ran.events if (op.kind, op.stage) == (kind, s)] for s in range(3)]
         return [statistics.median(times) for times in took]
 
-    plan = fpipe.simulate(program, fpipe.Costs(*map(seconds, "FIW")))
-    fpipe.plot(plan, ran, names=["simulated", "measured"], file=folder / "measured.svg", width=900)
+    sizes = fpipe.sizes(program, model, params, batch)
+    plan, most = fpipe.simulate(program, fpipe.Costs(*map(seconds, "FIW"), bytes=sizes)), fpipe.Style(differences=3)
+    fpipe.plot(plan, ran, names=["simulated", "measured"], style=most, file=folder / "measured.svg", width=900)
 
 
 if __name__ == "__main__":

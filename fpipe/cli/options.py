@@ -241,6 +241,8 @@ def _style_value(key: str, text: str) -> Any:
         return text
     if key == "ranks":
         return text.split("/")
+    if key == "differences" and text.isdecimal():
+        return int(text)
     try:
         numbers = tuple(map(float, text.split("/")))
     except ValueError:

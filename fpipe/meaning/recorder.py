@@ -42,13 +42,13 @@ def in_range(ops: Iterable[Op], function: Callable[..., Any]) -> Callable[..., A
 
 
 class HeldBytes(NamedTuple):
-    """The most bytes on each rank, and all changes as (index of the time, rank, bytes).
+    """The most bytes on each rank, and all changes as (index of the time, rank, bytes, holder).
 
     The start of row n has index 2n, its end 2n + 1.
     """
 
     peak: tuple[float, ...]
-    changes: list[tuple[int, int, int]]
+    changes: list[tuple[int, int, int, int]]
 
 
 class Notes:
@@ -194,17 +194,13 @@ class Recorder:
     def count_bytes(self, notes: Notes) -> HeldBytes:
         """Return the bytes that the rows of the first step hold, counted in the order of the rows."""
         if self.held is None:
-            account, changes = Account(self.ranks, notes.caller_storages or ()), list[tuple[int, int, int]]()
+            account, changes = Account(self.ranks, notes.caller_storages or ()), list[tuple[int, int, int, int]]()
             for number, (row, storages) in enumerate(zip(self.rows, notes.storages_by_row, strict=True)):
                 if storages or row.values_freed:
                     # Not strict: in this process a row of another rank has written nothing.
                     pairs = zip(row.values_written, storages, strict=False)
                     changes_by_side = account.record_op(row.ops[0].rank, pairs, row.values_freed)
-                    changes += [
-                        (2 * number + side, rank, (size, -size)[side])
-                        for side in (0, 1)
-                        for rank, size in changes_by_side[side]
-                    ]
+                    changes += [(2 * number + side, *change) for side in (0, 1) for change in changes_by_side[side]]
             self.held = HeldBytes(tuple(map(float, account.peak)), changes)
         return self.held
 
@@ -215,8 +211,8 @@ class Recorder:
         time_of = [second - step_start for second in notes.times].__getitem__
         starts, ends = tuple(map(time_of, self._starts)), tuple(map(time_of, self._ends))
         if not self._changes:
-            columns = [(ticks, float(ticks), rank, float(size)) for ticks, rank, size in changes]
-            self._changes = tuple(zip(*columns, strict=True)) or ((),) * 4
+            columns = [(ticks, float(ticks), rank, float(size), holder) for ticks, rank, size, holder in changes]
+            self._changes = tuple(zip(*columns, strict=True)) or ((),) * 5
         ticks, *columns_after = self._changes
         memory_changes = [*zip(map(time_of, ticks), *columns_after, strict=True)]
         return Timeline(self.ops, starts, ends, self.ranks, peak, peak, memory_changes=memory_changes)

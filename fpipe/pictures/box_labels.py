@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fpipe.pictures.drawn_shapes import EDGE, Drawing, Line, Rect, Shape, Text
 from fpipe.pictures.panel import Bar, Panel
-from fpipe.pictures.style import KIND_NAMES, Style
+from fpipe.pictures.style import HOLDER_ROLES, KIND_NAMES, Style
 from fpipe.program import Op
 
 GLYPH = 0.62
@@ -130,6 +130,11 @@ def draw_legend(drawing: Drawing, panels: Sequence[Panel], style: Style, has_arr
         rows.append((["transfer"], "transfer"))
     if style.critical_path and any(panel.path for panel in panels):
         rows.append((["critical"], "critical path"))
+    if any(panel.differences for panel in panels):
+        rows.append((["differs"], "differs most"))
+    if style.memory:
+        held_in_bytes = {holder for panel in panels if panel.timeline.in_bytes for holder in panel.holders}
+        rows += [([role], holder) for holder, role in HOLDER_ROLES.items() if holder in held_in_bytes]
     return draw_swatches(drawing, rows, y) if rows else y
 
 
@@ -154,11 +159,13 @@ _LEGEND_BY_SHADING = {"chunk": "first to last chunk of a rank", "direction": "fi
 def _swatch(x: float, y: float, paint: str) -> Shape:
     if paint == "transfer":
         return Line(((x, y), (x + 12, y + 10)), "faint", 1.2, arrow=True)
-    return path_frame(x, y, 12, 10) if paint == "critical" else Rect(x, y, 12, 10, paint)
+    if paint in ("critical", "differs"):
+        return path_frame(x, y, 12, 10)._replace(paint="ink" if paint == "critical" else paint)
+    return Rect(x, y, 12, 10, paint)
 
 
 def path_frame(x: float, y: float, width: float, height: float, title: str = "") -> Line:
-    """Return the mark of the critical path: a frame inside the edges of a box."""
+    """Return the mark of an op, such as of the critical path: a frame inside the edges of its box."""
     # The stroke goes on over the first side, so that its first corner is joined too.
     left, top, right, bottom = x + 1, y + 1, x + max(width, 2) - 1, y + height - 1
     corners = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top), (right, top))

@@ -31,7 +31,7 @@ from fpipe.pictures.box_labels import (
 )
 from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text, clock, ticks
 from fpipe.pictures.panel import Bar, Panel, awaited_op
-from fpipe.pictures.style import PLAIN, Style, ink_on
+from fpipe.pictures.style import HOLDER_ROLES, PLAIN, Style, ink_on
 from fpipe.program import LANES, Op, kind_of, lane_of
 from fpipe.timing.lanes import Transfer
 from fpipe.timing.waiting import Wait
@@ -250,6 +250,9 @@ class _Painter:
         # Boxes without a line between them overlap a little, so that no paper shows through the seam.
         overlap = 0.0 if edge else SEAM
         self.drawing.timed.append(Rect(x, top, width + overlap, depth, paint, title, edge))
+        if bar.op.cell in self.panel.differences:
+            note = "{} takes {}, not {}".format(bar.op.cell, *map(self.clock.full, self.panel.differences[bar.op.cell]))
+            self.drawing.timed.append(path_frame(x, top, width, depth, note)._replace(paint="differs"))
         if self.keep_all:
             self.draw_page_text(x, width, top, depth, label_candidates(bar.op, lane[1], self.style), ink_on(paint))
         elif label:
@@ -354,16 +357,22 @@ class _Painter:
         y += 12
         for rank in range(panel.ranks):
             base = y + height
-            changes = [(panel.start, 0.0), *panel.memory_curve(rank), (panel.end, 0.0)]
-            points = [(self.x_of(panel.start), base)]
-            for (_, amount_before), (seconds, amount_after) in pairwise(changes):
-                heights = (amount / max_peak * height for amount in (amount_before, amount_after))
-                points += [(self.x_of(seconds), base - rise) for rise in heights]
+            states = [(panel.start, {}), *panel.memory_by_holder(rank), (panel.end, {})]
+            # Layers from the bottom up. An area goes along the top of its layer, and back along that of the one below.
+            outline = [(self.x_of(panel.start), base), (self.x_of(panel.end), base)]
+            for index, holder in enumerate(panel.holders):
+                levels = [sum(amounts.get(name, 0.0) for name in panel.holders[: index + 1]) for _, amounts in states]
+                floor, outline = outline, [(self.x_of(panel.start), base)]
+                for (level_before, level_after), (seconds, _) in zip(pairwise(levels), states[1:], strict=True):
+                    rises = (level / max_peak * height for level in (level_before, level_after))
+                    outline += [(self.x_of(seconds), base - rise) for rise in rises]
+                peak = panel.format_amount(max(amounts.get(holder, 0.0) for _, amounts in states))
+                note = f"rank {rank} holds at most {peak}" + f" of {holder}" * panel.timeline.in_bytes
+                drawing.timed.append(Area((*outline, *floor[::-1]), HOLDER_ROLES[holder], note))
             peak = panel.format_amount(panel.timeline.peak[rank])
             right, size = drawing.left + drawing.span, min(11.0, height)
             drawing.timed += [
-                Area(tuple(points), "held", f"rank {rank} holds at most {peak}"),
-                Line(tuple(points[1:-1]), "curve"),
+                Line(tuple(outline[1:-1]), "curve"),
                 Line(((drawing.left, base), (right, base)), "rule"),
             ]
             drawing.fixed.append(Text(EDGE, base - 3, panel.rank_name(rank), "faint", size))

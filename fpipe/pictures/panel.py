@@ -6,17 +6,19 @@ All that a picture shows is chosen here, in seconds and ranks. Where it goes, an
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
 from fpipe.pictures.drawn_shapes import clock
+from fpipe.pictures.style import PLAIN, Style
 from fpipe.program import LANES, Op, Program, Value, lane_of, parts_of
 from fpipe.timing.amounts import format_amount
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer
+from fpipe.timing.memory import HOLDERS
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.timing.waiting import Event, PathStep, Wait
@@ -45,13 +47,14 @@ class Panel:
     """A timeline with its name, independent of how it is drawn.
 
     `window`: from when to when it is shown, in seconds; what overlaps that is there, whole. `rank_names`: what to call
-    its ranks.
+    its ranks. `differences`: by cell, the seconds of the ops that differ most from a first timeline, and those in it.
     """
 
     name: str
     timeline: Timeline
     window: tuple[float, float] = (0.0, inf)
     rank_names: Sequence[str] | None = None
+    differences: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     def rank_name(self, rank: int) -> str:
         """Return the name of a rank."""
@@ -96,10 +99,13 @@ class Panel:
 
     @property
     def figures(self) -> str:
-        """The title's numbers: makespan, span, bubble and the highest peak."""
+        """The title's numbers: makespan, span, bubble, the highest peak, and what differs from the first timeline."""
         makespan, span, bubble = self.timeline.makespan, self.timeline.span, self.timeline.bubble
         time, peak = clock(makespan), self.format_amount(max(self.timeline.peak, default=0.0))
-        return f"makespan {time.full(makespan)}, span {time.full(span)}, bubble {bubble:.1%}, peak {peak}"
+        figures = f"makespan {time.full(makespan)}, span {time.full(span)}, bubble {bubble:.1%}, peak {peak}"
+        excesses = [(cell, seconds - baseline) for cell, (seconds, baseline) in self.differences.items()]
+        texts = (f"{cell} {excess * time.per_second:+.3g} {time.unit}".rstrip() for cell, excess in excesses)
+        return f"{figures}; differs most: {', '.join(texts)}" if excesses else figures
 
     @cached_property
     def lanes(self) -> dict[Lane, list[Event]]:
@@ -192,11 +198,17 @@ class Panel:
         path = (step._replace(end=ends.get((step.activity, step.start), step.end)) for step in steps)
         return [step for step in path if step.end > step.start and self.is_shown(step.start, step.end)]
 
-    def memory_curve(self, rank: int) -> list[tuple[float, float]]:
-        """Return the memory of a rank in the window: (seconds, amount) from each change on."""
-        curve = self.timeline.memory_curve(rank)
-        initial = [(self.start, quantity) for seconds, quantity in curve if seconds < self.start][-1:]
-        return initial + [(seconds, quantity) for seconds, quantity in curve if self.start <= seconds <= self.end]
+    def memory_by_holder(self, rank: int) -> list[tuple[float, dict[str, float]]]:
+        """Return the memory of a rank in the window: (seconds, amounts by holder) from each change on."""
+        states = self.timeline.memory_by_holder(rank)
+        initial = [(self.start, amounts) for seconds, amounts in states if seconds < self.start][-1:]
+        return initial + [(seconds, amounts) for seconds, amounts in states if self.start <= seconds <= self.end]
+
+    @cached_property
+    def holders(self) -> list[str]:
+        """Holders of memory on any rank in the window, in the order of `HOLDERS`."""
+        names = {name for rank in range(self.ranks) for _, amounts in self.memory_by_holder(rank) for name in amounts}
+        return [holder for holder in HOLDERS if holder in names]
 
     @cached_property
     def blocking_transfers(self) -> list[Transfer]:
@@ -213,10 +225,10 @@ def make_panels(
     subjects: Sequence[object],
     names: Sequence[str] | None = None,
     costs: Costs | None = None,
-    window: tuple[float, float] | None = None,
-    ranks: Sequence[str] | None = None,
+    style: Style = PLAIN,
 ) -> list[Panel]:
     """Make panels from the arguments of `plot`; programs are simulated first."""
+    window, ranks = style.window, style.ranks
     if names is not None and (isinstance(names, str) or len(names) != len(subjects)):
         count = "a string" if isinstance(names, str) else f"{len(names)}"
         raise ValueError(f"names= lists {len(subjects)} names, one a schedule; found {count}.")
@@ -228,7 +240,8 @@ def make_panels(
         timeline = simulate(subject, costs) if isinstance(subject, Program) else subject
         if not isinstance(timeline, Timeline):
             raise TypeError(f"plot draws a Program or a Timeline; found {type(subject).__name__}.")
-        panels.append(Panel(name, timeline, window or (0.0, inf), ranks))
+        differences = _largest_differences(timeline, panels[0].timeline, style.differences) if panels else {}
+        panels.append(Panel(name, timeline, window or (0.0, inf), ranks, differences))
     for panel in panels:
         if ranks is not None and len(ranks) != panel.ranks:
             raise ValueError(f"ranks= lists {panel.ranks} names, one a rank; found {len(ranks)}.")
@@ -236,6 +249,23 @@ def make_panels(
     if window is not None and window[0] >= last_end:
         raise ValueError(f"window= starts at {window[0]:g}, when all is done: the end is {last_end:g}.")
     return panels
+
+
+def _largest_differences(timeline: Timeline, baseline: Timeline, count: int) -> dict[str, tuple[float, float]]:
+    """Return the seconds in both timelines of the ops, by cell, that differ most, the largest difference first."""
+    if not count:
+        return {}
+    seconds, baseline_seconds = map(_seconds_by_cell, (timeline, baseline))
+    pairs = [(cell, (seconds[cell], baseline_seconds[cell])) for cell in seconds.keys() & baseline_seconds.keys()]
+    pairs.sort(key=lambda pair: (-abs(pair[1][0] - pair[1][1]), pair[0]))
+    return {cell: times for cell, times in pairs[:count] if times[0] != times[1]}
+
+
+def _seconds_by_cell(timeline: Timeline) -> dict[str, float]:
+    seconds_by_cell: defaultdict[str, float] = defaultdict(float)
+    for event in timeline.events:
+        seconds_by_cell[event.op.cell] += event.end - event.start
+    return seconds_by_cell
 
 
 def awaited_op(wait: Wait) -> str:

@@ -98,8 +98,10 @@ _ROUNDING = 1 + 1e-9
 
 
 def _memory_events(panel: Panel, first_pid: int) -> Iterator[TraceEvent]:
-    unit = "bytes" if panel.timeline.in_bytes else "microbatches"
     for rank in range(panel.ranks):
-        for time, amount in panel.memory_curve(rank):
-            event = {"ph": "C", "name": "held", "pid": first_pid + rank, "tid": 0}
-            yield event | {"ts": time * 1e6, "args": {unit: amount}}
+        for time, amounts in panel.memory_by_holder(rank):
+            # A counter with several numbers is drawn as layers; one that is missing would keep its last value.
+            args = {holder: amounts.get(holder, 0.0) for holder in panel.holders}
+            if not panel.timeline.in_bytes:
+                args = {"microbatches": sum(amounts.values())}
+            yield {"ph": "C", "name": "held", "pid": first_pid + rank, "tid": 0, "ts": time * 1e6, "args": args}

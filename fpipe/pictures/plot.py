@@ -108,17 +108,17 @@ def plot(
             raise ValueError("say ax= or file=, not both; ax.figure.savefig writes a file.")
         if style.width_mm is not None:
             raise ValueError("leave width_mm= out: the Axes say it.")
-        panels = make_panels(drawn, names, costs, style.window, style.ranks)
+        panels = make_panels(drawn, names, costs, style)
         draw_onto(panels, style, ax)
         return "\n".join(panel.caption for panel in panels)
     if file is not None:
-        return _write_file(Path(file), make_panels(drawn, names, costs, style.window, style.ranks), width, style)
+        return _write_file(Path(file), make_panels(drawn, names, costs, style), width, style)
     # 3. Text: a grid of ticks for one program without times, else to scale.
-    style.refuse_others("text", "figures", "window", "ranks")
+    style.refuse_others("text", "figures", "differences", "window", "ranks")
     if len(drawn) == 1 and isinstance(subject, Program) and costs is None and names is None and style.window is None:
-        (panel,) = make_panels([simulate(subject, Ticks())], ranks=style.ranks)
+        (panel,) = make_panels([simulate(subject, Ticks())], style=style)
         return draw_grid(panel, colour, width, style)
-    return draw_to_scale(make_panels(drawn, names, costs, style.window, style.ranks), width or 120, colour, style)
+    return draw_to_scale(make_panels(drawn, names, costs, style), width or 120, colour, style)
 
 
 def _draw_run_plan(run_plan: RunPlan, file: Any, width: int | None, style: Style, options: dict[str, Any]) -> str:
@@ -187,7 +187,7 @@ def _html_page(panels: Sequence[Panel], width: float | None = None, style: Style
     Shapes that stand for a time are in an svg of their own, and its viewBox stretches them to the window. Texts must
     not be stretched, and the axis needs other ticks: the page's script sets both, and moves what is right of the axis.
     """
-    style.refuse_others("a page", "labels", *SWITCHES, "window", "colours", "ranks")
+    style.refuse_others("a page", "labels", *SWITCHES, "differences", "window", "colours", "ranks")
     drawing = lay_out(panels, width or 600, style, keep_all=True)
     left, span, height = map(_format_coordinate, (drawing.left, drawing.span, drawing.height))
     # 1. Shapes: the grid is the script's; an arrow's head would be stretched; texts stand apart.

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fpipe.pictures.drawn_shapes import PIXEL
 from fpipe.program import Op, kind_of
+from fpipe.timing.memory import HOLDERS
 
 # Colours of kinds as in the zero-bubble papers, and distinct to the colour-blind too.
 #
@@ -44,10 +45,17 @@ ROLES = {
     "wait": ("#eef0f3", "#1e252d"),
     "hatch": ("#d3d8de", "#36404b"),
     "held": ("#cdd9ee", "#2b3f61"),
+    "weights": ("#c3b1de", "#57447a"),
+    "optimizer": ("#ecd096", "#75602c"),
+    "gradients": ("#c5dd9d", "#4c662c"),
+    "passing": ("#9fd8cf", "#22645c"),
     "curve": ("#5b7fb8", "#7ea6e0"),
     "arrow": ("#4d5663", "#aeb8c4"),
+    "differs": ("#d01f3c", "#ff6b7d"),
 }
 """Colours of all but ops, by their role: on light paper, on dark paper."""
+HOLDER_ROLES = {name: name for name in HOLDERS} | {"residuals": "held", "in flight": "passing"}
+"""The role of each holder of memory."""
 
 
 @cache
@@ -105,6 +113,7 @@ class Style:
         figures: makespan, span, bubble and peak in the heading.
         legend: what the colours are.
         critical_path: outline the ops and transfers that make the step as long as it is, `Timeline.critical_path`.
+        differences: how many ops to outline and name whose seconds differ most from those in the first timeline.
         window: (start, end) in seconds: what overlaps it is drawn. Figures stay those of the whole.
         colours: by kind, such as {"F": "#2a66be"}, or a function of the op; by default those of the papers.
         ranks: their names, one for each.
@@ -122,6 +131,7 @@ class Style:
     figures: bool = True
     legend: bool = True
     critical_path: bool = False
+    differences: int = 0
     window: tuple[float, float] | None = None
     colours: Mapping[str, str] | Callable[[Op], str] = field(default_factory=dict[str, str])
     ranks: Sequence[str] | None = None
@@ -137,6 +147,8 @@ class Style:
             switch = getattr(self, option)
             if not isinstance(switch, bool) and (option, switch) != ("arrows", None):
                 raise ValueError(f"{option}= is True or False; found {switch!r}.")
+        if isinstance(self.differences, bool) or not isinstance(self.differences, int) or self.differences < 0:
+            raise ValueError(f"differences= is a number of ops; found {self.differences!r}.")
         if self.window is not None and not _is_window(self.window):
             raise ValueError(f"window= is (start, end) in seconds, 0 <= start < end; found {self.window!r}.")
         if isinstance(self.colours, Mapping):

@@ -5,45 +5,57 @@
                                   they stay on their rank --> peaks_in_program_order    its order is enough
                                   they travel             --> residual_changes          needs the times
 
-A change is (seconds, order, rank, amount). The order breaks ties between changes of one moment: that of the program.
+A change is (seconds, order, rank, amount, holder). The order breaks ties between changes of one moment: that of the
+program. The holder is an index into `HOLDERS`: what the amount is there for.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 from operator import itemgetter
 
 from fpipe.program import Op, Program, Value, kind_of, lane_of, memory_of, parts_of
 from fpipe.timing.lanes import OpGroups, Transfer, group_ops
 from fpipe.transforms.shard import forwards_per_microbatch
 
-MemoryChanges = list[tuple[float, float, int, float]]
-"""Changes of what is held: (seconds, order among changes of one moment, rank, amount)."""
+MemoryChanges = list[tuple[float, float, int, float, int]]
+"""Changes of what is held: (seconds, order among changes of one moment, rank, amount, holder)."""
+
+_NAMES_BY_HOLDER = {
+    "weights": ("params", "shard", "hoisted"),
+    "optimizer": ("opt",),
+    "gradients": ("g", "sum", "all", "cut", "squares"),
+    "residuals": ("res", "wres"),
+}
+HOLDERS = (*_NAMES_BY_HOLDER, "in flight")
+"""Purposes of memory; "in flight" are batches, outputs, cotangents and losses on their way."""
+_HOLDER_BY_NAME = {name: index for index, names in enumerate(_NAMES_BY_HOLDER.values()) for name in names}
+_RESIDUALS = HOLDERS.index("residuals")
 
 
 class Account:
     """Current and peak bytes of each rank, where a value is held from its write to its last read.
 
-    Several values may lie in one storage, such as views; it counts once, until none of them is left. `caller_storages`
-    do not count, nor does what is offloaded to the host.
+    Several values may lie in one storage, such as views; it counts once, until none of them is left, and for the first
+    of `HOLDERS` that they are. `caller_storages` do not count, nor does what is offloaded to the host.
     """
 
     def __init__(self, ranks: int, caller_storages: Iterable[Hashable] = ()) -> None:
         self.caller_storages = frozenset(caller_storages)
-        self.count_by_storage: list[Counter[Hashable]] = [Counter() for _ in range(ranks)]
+        self.holders_by_storage: list[defaultdict[Hashable, list[int]]] = [defaultdict(list) for _ in range(ranks)]
         self.current_bytes, self.peak = [0] * ranks, [0] * ranks
         self.storages: dict[Value, tuple[int, Mapping[Hashable, int]]] = {}
 
     def record_op(
         self, rank: int, written_values: Iterable[tuple[Value, Mapping[Hashable, int]]], dead_values: Iterable[Value]
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Account for an op, and return (rank, bytes) of each storage that it adds and of each that it frees.
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """Account for an op, and return the changes (rank, bytes, holder) at its start and at its end.
 
         What it writes is there before what it reads for the last time is freed.
         """
-        added, freed = list[tuple[int, int]](), list[tuple[int, int]]()
+        at_start, at_end = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
         for value, storages in written_values:
             memory = memory_of(value, rank)
             if memory is None:
@@ -51,20 +63,37 @@ class Account:
             counted = {storage: size for storage, size in storages.items() if storage not in self.caller_storages}
             self.storages[value] = (memory, counted)
             for storage, size in counted.items():
-                self.count_by_storage[memory][storage] += 1
-                if self.count_by_storage[memory][storage] == 1:
-                    self.current_bytes[memory] += size
-                    added.append((memory, size))
-        for memory, _ in added:
+                holders = self.holders_by_storage[memory][storage]
+                # Whoever frees a storage must know for which holder it counts, so a list has all, in any order.
+                holder_before = min(holders, default=None)
+                holders.append(_holder_of(value))
+                at_start += _transfer_bytes(memory, size, holder_before, min(holders))
+        for memory, size, _ in at_start:
+            self.current_bytes[memory] += size
+        for memory, *_ in at_start:
             self.peak[memory] = max(self.peak[memory], self.current_bytes[memory])
         for value in dead_values:
             memory, counted = self.storages.pop(value, (0, {}))
             for storage, size in counted.items():
-                self.count_by_storage[memory][storage] -= 1
-                if not self.count_by_storage[memory][storage]:
-                    self.current_bytes[memory] -= size
-                    freed.append((memory, size))
-        return added, freed
+                holders = self.holders_by_storage[memory][storage]
+                holder_before = min(holders)
+                holders.remove(_holder_of(value))
+                at_end += _transfer_bytes(memory, size, holder_before, min(holders, default=None))
+        for memory, size, _ in at_end:
+            self.current_bytes[memory] += size
+        return at_start, at_end
+
+
+def _holder_of(value: Value) -> int:
+    return _HOLDER_BY_NAME.get(value.name, len(HOLDERS) - 1)
+
+
+def _transfer_bytes(rank: int, size: int, before: int | None, after: int | None) -> list[tuple[int, int, int]]:
+    """Return the changes by which a storage passes from a holder to the next; None where it is new or freed."""
+    # An output that its stage's backward reads too is a residual from the start; an input becomes one when F has run.
+    if before == after:
+        return []
+    return [(rank, change, holder) for change, holder in ((-size, before), (size, after)) if holder is not None]
 
 
 def bytes_held(
@@ -95,9 +124,9 @@ def bytes_held(
     for index, (op, position) in enumerate(parts):
         written_values = (*op.writes, *(value for value in hoisted[index] if value not in account.storages))
         writes = [(value, storages(value)) for value in written_values]
-        added, freed = account.record_op(op.rank, writes, dead_by_index.get(index, ()))
-        changes += [(starts[position], index, rank, size) for rank, size in added]
-        changes += [(ends[position], index + 0.5, rank, -size) for rank, size in freed]
+        at_start, at_end = account.record_op(op.rank, writes, dead_by_index.get(index, ()))
+        changes += [(starts[position], index, *change) for change in at_start]
+        changes += [(ends[position], index + 0.5, *change) for change in at_end]
     return tuple(map(float, account.peak)), changes
 
 
@@ -134,31 +163,37 @@ def microbatches_held(
     return tuple(to_w), tuple(to_i)
 
 
-def memory_curves(changes: MemoryChanges, share_by_rank: Sequence[float]) -> list[list[tuple[float, float]]]:
-    """Return (seconds, amount) from each change on, for each rank and in units of its share."""
-    changes_by_rank: list[list[tuple[float, float, float]]] = [[] for _ in share_by_rank]
-    for seconds, order, rank, change in changes:
-        if change:
-            changes_by_rank[rank].append((seconds, order, change))
+MemoryStates = list[tuple[float, tuple[float, ...]]]
+"""Memory of a rank from each change on: (seconds, amount for each of `HOLDERS`)."""
+
+
+def memory_states(changes: MemoryChanges, share_by_rank: Sequence[float]) -> list[MemoryStates]:
+    """Return what each rank holds, in units of its share."""
+    changes_by_rank: list[MemoryChanges] = [[] for _ in share_by_rank]
+    for change in changes:
+        changes_by_rank[change[2]].append(change)
     pairs = zip(changes_by_rank, share_by_rank, strict=True)
-    return [_memory_curve(sorted(rank_changes), unit) for rank_changes, unit in pairs]
+    return [_states_of_rank(sorted(rank_changes), unit) for rank_changes, unit in pairs]
 
 
-def _memory_curve(changes: Sequence[tuple[float, float, float]], unit: float) -> list[tuple[float, float]]:
-    amounts = (quantity / unit for quantity in accumulate(change for _, _, change in changes))
-    moments = groupby(zip((seconds for seconds, _, _ in changes), amounts, strict=True), key=itemgetter(0))
-    # A moment has a point for the most held within it, and one for what is left, so that the curve's top is the peak.
-    points: list[tuple[float, float]] = []
-    for seconds, group in moments:
-        amounts_of_moment = [amount for _, amount in group]
-        points += [(seconds, amount) for amount in dict.fromkeys((max(amounts_of_moment), amounts_of_moment[-1]))]
-    return [point for point, previous in zip(points, [(0.0, 0.0), *points], strict=False) if point[1] != previous[1]]
+def _states_of_rank(changes: MemoryChanges, unit: float) -> MemoryStates:
+    amounts = [0.0] * len(HOLDERS)
+    states: MemoryStates = [(0.0, tuple(amounts))]
+    for seconds, group in groupby(changes, key=itemgetter(0)):
+        amounts_of_moment: list[tuple[float, ...]] = []
+        for *_, change, holder in group:
+            amounts[holder] += change
+            amounts_of_moment.append(tuple(amount / unit for amount in amounts))
+        # A moment has a state for the most held within it, and one for what is left, so that the top is the peak.
+        moment = (max(amounts_of_moment, key=sum), amounts_of_moment[-1])
+        states += [(seconds, held) for held in moment if held != states[-1][1]]
+    return states[1:]
 
 
 def peaks_of(changes: MemoryChanges, ranks: int) -> list[float]:
     """Return the most that each rank holds at once."""
     changes = sorted(changes)
-    return _running_peaks([rank for _, _, rank, _ in changes], [change for *_, change in changes], ranks)
+    return _running_peaks([change[2] for change in changes], [change[3] for change in changes], ranks)
 
 
 def residuals_stay_on_rank(program: Program, groups: OpGroups) -> bool:
@@ -255,9 +290,9 @@ def residual_changes(
     # 3. A copy adds one where it begins, and takes it back at the end of its last use; unused copies stay.
     changes = MemoryChanges()
     for copy, (seconds, order) in begin_by_copy.items():
-        changes.append((seconds, order, copy[1], 1))
+        changes.append((seconds, order, copy[1], 1, _RESIDUALS))
         if copy in uses_by_copy:
-            changes.append((*max(uses_by_copy[copy]), copy[1], -1))
+            changes.append((*max(uses_by_copy[copy]), copy[1], -1, _RESIDUALS))
     return changes
 
 

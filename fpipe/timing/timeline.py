@@ -23,7 +23,7 @@ from fpipe.timing.lanes import (
     updates_by_input,
     with_timed_transfers,
 )
-from fpipe.timing.memory import MemoryChanges, memory_curves, residual_changes
+from fpipe.timing.memory import HOLDERS, MemoryChanges, MemoryStates, memory_states, residual_changes
 from fpipe.timing.waiting import CauseFinder, Event, PathStep, Wait, sorted_transfers
 from fpipe.transforms.shard import forwards_per_microbatch
 from fpipe.transforms.update import is_post_validated, with_waiting_updates
@@ -254,9 +254,27 @@ class Timeline(HtmlRepr):
         >>> fpipe.simulate(program).memory_curve(0)
         [(0.0, 1.0), (1.0, 2.0), (4.0, 1.0), (6.0, 0.0)]
         """
+        totals = [(seconds, sum(amounts.values(), 0.0)) for seconds, amounts in self.memory_by_holder(rank)]
+        pairs = zip(totals, [(0.0, 0.0), *totals], strict=False)
+        return [total for total, previous in pairs if total[1] != previous[1]]
+
+    def memory_by_holder(self, rank: int) -> list[tuple[float, dict[str, float]]]:
+        """Return the memory of a rank by what holds it: (seconds, amounts by holder) from each change on.
+
+        In bytes holders are "weights", "optimizer", "gradients", "residuals" and, for all else, "in flight". Arguments
+        of the step, such as parameters, do not count: weights are gathered, received or updated ones.
+
+        >>> import fpipe
+        >>> costs = fpipe.Costs(bytes={"y": 0, "res": 8, "loss": 1, "g": 4})
+        >>> fpipe.simulate(fpipe.program(1), costs).memory_by_holder(0)[-1]
+        (3.0, {'gradients': 4.0, 'in flight': 1.0})
+        """
         if rank not in range(self.ranks):
             raise ValueError(f"ranks are 0..{self.ranks - 1}, found {rank!r}.")
-        return [*self._memory_curves[rank]]
+        return [
+            (seconds, {name: amount for name, amount in zip(HOLDERS, amounts, strict=True) if amount})
+            for seconds, amounts in self._memory_states[rank]
+        ]
 
     @property
     def excess_bytes(self) -> dict[int, float]:
@@ -274,14 +292,14 @@ class Timeline(HtmlRepr):
         return {rank: peak - memory for rank, (peak, memory) in pairs if peak > memory}
 
     @cached_property
-    def _memory_curves(self) -> list[list[tuple[float, float]]]:
+    def _memory_states(self) -> list[MemoryStates]:
         # One walk over the ops finds the changes of all ranks; a walk for each made 3/4 of the time of a large picture.
         if self.memory_changes is not None:
-            return memory_curves(self.memory_changes, [1] * self.ranks)
+            return memory_states(self.memory_changes, [1] * self.ranks)
         if self.program is None:
             return [[] for _ in range(self.ranks)]
         changes = residual_changes(self.program, self.starts, self.ends, self._transfers_by_iteration[0])
-        return memory_curves(changes, forwards_per_microbatch(self.program))
+        return memory_states(changes, forwards_per_microbatch(self.program))
 
     def __str__(self) -> str:
         peaks = ", ".join(format_amount(peak, self.in_bytes) for peak in self.peak)
