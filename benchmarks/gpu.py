@@ -1,6 +1,6 @@
 """Measure on one GPU what fpipe promises there, the most important rows first, and compare it with the goals.
 
-    PYTHONPATH=. python benchmarks/gpu.py [--budget 450] [--json gpu.json] [--device cpu --quick]
+    PYTHONPATH=. python benchmarks/gpu.py [--budget 450] [--row-budget 60] [--json gpu.json] [--device cpu --quick]
 
 Rows are those of `python -m fpipe bench --against eager,compile,torch,fsdp2`, in another order: first the two GPTs, one
 of which launches kernels for most of a step and one computes, then FSDP2, then the other nets. The file has each row as
@@ -137,6 +137,7 @@ def print_goals(rows: list[Row], setting: Setting) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=450, help="seconds (%(default)s)")
+    parser.add_argument("--row-budget", type=float, default=60, help="seconds of a row (%(default)s)")
     parser.add_argument("--rounds", type=int, default=6, help="of a row (%(default)s)")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file of the rows (%(default)s)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -146,10 +147,13 @@ def main() -> None:
         print("there is no CUDA device here, so nothing was measured; --device cpu --quick shows that this file runs.")
         return
     setting, rows, start = Setting(options.device, options.quick, options.rounds), list[Row](), time.monotonic()
-    for row in race(jobs_by_importance(), setting, options.budget):
+    for row in race(jobs_by_importance(), setting, options.budget, options.row_budget):
         rows.append(row)
         write_json(options.json, rows)
-        print(f"{time.monotonic() - start:5.0f} s  {row.net}, {row.racer}{', AdamW' * row.has_update}", flush=True)
+        reason = f": {row.reason}" if row.reason else ""
+        print(
+            f"{time.monotonic() - start:5.0f} s  {row.net}, {row.racer}{', AdamW' * row.has_update}{reason}", flush=True
+        )
     # Nets of the same kind are neighbours in the table, in whatever order they ran.
     order = [setting.net(name).title for name in NETS]
     print(as_text(sorted(rows, key=lambda row: order.index(row.net))))

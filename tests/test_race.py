@@ -11,11 +11,14 @@ from fpipe.cli.race import Bench, Job, Row, Setting, _workers, jobs_of, measure_
 from fpipe.cli.race_nets import NETS, small
 from fpipe.cli.race_report import as_text
 from fpipe.cli.racers import RACERS
+from tests.fake_accelerator import COMPILER
+from tests.fake_accelerator.processes import fixture_of
 from tests.processes import Processes
 from tests.test_cli import output_of, run
 
 QUICK = Setting("cpu", is_quick=True, rounds=1)
 INDEX_BY_NAME = {racer.name: index for index, racer in enumerate(RACERS)}
+GRAPH_JOB = Job("mlp", INDEX_BY_NAME["fpipe, graph"], has_update=True)
 
 
 @pytest.mark.parametrize("net", NETS)
@@ -25,6 +28,19 @@ def test_fpipe_trains_with_the_bits_of_the_eager_loop(net: str):
     assert row.bits == "the same"
     assert row.host_us == pytest.approx(row.ms * 1e3 / 64, rel=0.01)
     assert all(map(torch.equal, bench.case.net.parameters(), bench.first_values))
+
+
+processes = fixture_of(1)
+
+
+def measure_graph(rank: int) -> str:
+    return Bench("mlp", Setting("fake:0", is_quick=True, rounds=1)).measure(GRAPH_JOB).bits
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+@pytest.mark.timeout(func_only=True)
+def test_a_graph_trains_with_the_bits_of_a_capturable_optimizer(processes: Processes):
+    assert processes.run(measure_graph) == ["the same"]
 
 
 def test_a_race_prints_rows_and_reasons(tmp_path: Path):
@@ -55,6 +71,15 @@ def test_rows_beyond_the_budget_say_so():
 def test_a_process_that_ends_is_a_reason():
     with _workers([Job("no such net", 0, has_update=False)], QUICK, 1) as receive:
         assert receive(40) == "its process ended with exit code 1."
+
+
+def test_a_row_that_fails_leaves_the_next_one(monkeypatch: pytest.MonkeyPatch):
+    """FSDP2 without its ranks, then the eager loop in another process."""
+    monkeypatch.setattr(Job, "ranks", 1)
+    jobs = [Job("mlp", INDEX_BY_NAME[name], has_update=False) for name in ("FSDP2, 2 ranks", "eager loop")]
+    failed_row, row = race(jobs, QUICK, budget=60)
+    assert failed_row.reason.startswith("AttributeError: ")
+    assert row.ms
 
 
 def measure_racer(rank: int, name: str) -> Row:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from fpipe.cli.race_nets import MICROBATCHES, NETS, STAGES, Net, small
-from fpipe.cli.racers import RACERS, Case, Racer, Step, eager_step
+from fpipe.cli.racers import LEARNING_RATE, RACERS, Case, Racer, Step, eager_step
 
 ROW_SECONDS = 180.0
 """The longest that a row may take, with what it compiles."""
@@ -162,27 +162,30 @@ def race(jobs: Sequence[Job], setting: Setting, budget: float, row_seconds: floa
                 seconds = min(row_seconds, deadline - time.monotonic())
                 answer = receive(seconds)
                 pending.pop(0)
-                if not isinstance(answer, Row):
-                    yield setting.empty_row(job, answer)
+                row, is_over = (setting.empty_row(job, answer), True) if isinstance(answer, str) else answer
+                yield row
+                if is_over:
                     break
-                yield answer
 
 
 @contextmanager
-def _workers(jobs: Sequence[Job], setting: Setting, ranks: int) -> Generator[Callable[[float], Row | str]]:
-    """Start the processes of some rows; yield a function that waits for the next row, or returns why none comes."""
+def _workers(jobs: Sequence[Job], setting: Setting, ranks: int) -> Generator[Callable[[float], tuple[Row, bool] | str]]:
+    """Start the processes of some rows; yield a function that waits for the next row, or returns why none comes.
+
+    With the row it returns whether its process has ended.
+    """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         address = f"file://{folder}/group"
-        arguments = [(rank, ranks, address, jobs, setting, sender if rank == 0 else None) for rank in range(ranks)]
+        arguments = [(rank, ranks, address, jobs, setting, sender) for rank in range(ranks)]
         processes = [context.Process(target=_work, args=arguments[rank], daemon=True) for rank in range(ranks)]
         for process in processes:
             process.start()
-        # With the parent's own end closed, the end of the process that writes is the end of the pipe.
+        # With the parent's own end closed, the end of the processes that write is the end of the pipe.
         sender.close()
 
-        def receive(seconds: float) -> Row | str:
+        def receive(seconds: float) -> tuple[Row, bool] | str:
             ready = wait([receiver, *(process.sentinel for process in processes)], seconds)
             if receiver in ready:
                 try:
@@ -206,10 +209,8 @@ def _workers(jobs: Sequence[Job], setting: Setting, ranks: int) -> Generator[Cal
             receiver.close()
 
 
-def _work(
-    rank: int, ranks: int, address: str, jobs: Sequence[Job], setting: Setting, sender: Connection | None
-) -> None:
-    """Measure rows in this process, and send them from rank 0. A row that fails ends the process."""
+def _work(rank: int, ranks: int, address: str, jobs: Sequence[Job], setting: Setting, sender: Connection) -> None:
+    """Measure rows in this process, and send them from rank 0, or from the rank that fails, which ends its process."""
     warnings.simplefilter("ignore")
     if setting.device == "cuda":
         # cuBLAS gives the same bits in each run with a workspace of a fixed size, which is read when it starts.
@@ -239,8 +240,8 @@ def _work(
             is_over = ranks > 1 or not isinstance(error, ValueError | TypeError)
         else:
             is_over = False
-        if sender is not None:
-            sender.send(row)
+        if rank == 0 or is_over:
+            sender.send((row, is_over))
         if is_over:
             return
 
@@ -265,16 +266,17 @@ class Bench:
     def measure(self, job: Job) -> Row:
         """Measure one row."""
         racer = RACERS[job.racer]
-        # 1) Compare bits, with algorithms that are deterministic, then build the step that is timed.
+        # 1) Compare bits, with algorithms that are deterministic: those of a GPU are slower, so another step is timed.
+        step = racer.step(self.case, job.has_update) if self.setting.device == "cpu" else None
         try:
-            bits = self._compare_bits(racer, job.has_update)
+            bits = self._compare_bits(racer, job.has_update, step)
         except RuntimeError as error:
             if "deterministic" not in str(error):
                 raise
             bits = "no deterministic kernels"
         self._restore()
         start_bytes = _reserved(self.setting.device)
-        step = racer.step(self.case, job.has_update)
+        step = step or racer.step(self.case, job.has_update)
         results = step()
         for _ in range(2):
             self.eager()
@@ -308,22 +310,24 @@ class Bench:
         self._restore()
         return row
 
-    def _compare_bits(self, racer: Racer, has_update: bool) -> str:
+    def _compare_bits(self, racer: Racer, has_update: bool, step: Step | None) -> str:
         """Say how far a racer's gradients are from the eager loop's, or fpipe's parameters from torch.optim's."""
         # Warm-ups of a capture by hand move the parameters, and the fused rule of torch.optim rounds otherwise.
         if not racer.bits or (has_update and racer.against != "fpipe"):
             return "-"
-        capturable = has_update and self.setting.device == "cuda" and bool(racer.options.get("graph"))
+        capturable = has_update and self.setting.device != "cpu" and bool(racer.options.get("graph"))
         expected = self._reference(has_update, capturable)
-        with _deterministic():
-            return _difference(self._run(racer.step(self.case, has_update)), expected)
+        with _deterministic(self.setting.device):
+            return _difference(self._run(step or racer.step(self.case, has_update)), expected)
 
     def _reference(self, has_update: bool, capturable: bool) -> dict[str, Tensor]:
         """Return the gradients of the eager loop, or the parameters that torch.optim updates without its fused rule."""
         key = has_update, capturable
         if key not in self.references:
-            with _deterministic():
-                rule = {"foreach": False, "capturable": capturable}
+            with _deterministic(self.setting.device):
+                rule: dict[str, Any] = {"foreach": False, "capturable": capturable}
+                if capturable:  # a graph reads the rate from the device, in single precision
+                    rule["lr"] = torch.tensor(LEARNING_RATE, device=self.case.device)
                 self.references[key] = self._run(eager_step(self.case, has_update, rule=rule))
         return self.references[key]
 
@@ -351,9 +355,9 @@ def _difference(results: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def _deterministic() -> Generator[None]:
+def _deterministic(device: str) -> Generator[None]:
     # Attention's backward on a GPU adds in the order of its blocks, unless told otherwise, and so differs by run.
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(device != "cpu")
     try:
         yield
     finally:

@@ -126,7 +126,8 @@ def eager_step(case: Case, has_update: bool, *, compile: bool = False, capture: 
 
 def _training_step(case: Case, has_update: bool, add_gradients: Callable[[], None], rule: Any) -> Step:
     named = dict(case.net.named_parameters())
-    optimizer = torch.optim.AdamW([*named.values()], lr=LEARNING_RATE, **rule)
+    options: Any = {"lr": LEARNING_RATE, **rule}
+    optimizer = torch.optim.AdamW([*named.values()], **options)
 
     def step() -> dict[str, Tensor]:
         optimizer.zero_grad()

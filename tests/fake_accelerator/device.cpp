@@ -56,6 +56,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
   });
   m.impl("native_dropout", &at::native::native_dropout_cpu);  // of ops that are this device's
+  // As CUDA it has a kernel, or make_fx traces other ops than run (2.13: `autograd_would_have_decomposed`).
+  m.impl("native_batch_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("_copy_from", &copy_from);

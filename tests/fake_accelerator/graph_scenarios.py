@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fpipe
 from fpipe.meaning.optimizers.rule_names import RULES
@@ -238,29 +239,25 @@ def two_signatures() -> list[str]:
 
 
 def normed() -> list[str]:
-    """Hand module state from step to step."""
-
-    def centre(p: Any, x: Tensor, *, state: Any) -> tuple[Tensor, Any]:
-        return (x - state["mean"]) @ p["w"], {"mean": 0.9 * state["mean"] + 0.1 * x.detach().mean(0)}
-
-    stages = [fpipe.Stage(lambda p, x: x * p["w"]), fpipe.Stage(centre, keywords=frozenset({"state"}))]
-    model = fpipe.Model(stages, squares, ("batch", 0))
-    params = on_device(({"w": torch.full((WIDTH,), 0.5)}, {"w": batch_of()[0][:WIDTH]}))
-    state = (None, {"mean": torch.zeros(WIDTH, device=DEVICE)})
-    program, batches = GPIPE(fpipe.program(model)), batches_of()
-    step, results, expected, states = fpipe.build(program, model, graph=True, audit="never"), [], [], [state] * 2
+    """Hand running statistics from step to step."""
+    net = on_device(nn.Sequential(nn.Linear(WIDTH, 5), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, WIDTH))))
+    batches, results, expected = batches_of(), list[Any](), list[Any]()
+    model, params, first_state = fpipe.from_sequential(net, stages=2, loss=F.mse_loss, example=batches[0][0])
+    step = fpipe.build(GPIPE(fpipe.program(model)), model, graph=True, audit="never")
 
     def run() -> None:
+        state = first_state
         for batch in batches:
-            results.append(step(params, batch, state=states[0]))
-            states[0] = results[-1].state
+            results.append(step(params, batch, state=state))
+            state = results[-1].state
 
     with counted_replays() as replayed:
         reports = reports_of(run)
+    state = first_state
     for batch in batches:
-        expected.append(fpipe.reference(model, params, batch, microbatches=PARTS, state=states[1]))
-        states[1] = expected[-1].state
-    pairs = [[(result.grads, result.state[1]) for result in side] for side in (results, expected)]
+        expected.append(fpipe.reference(model, params, batch, microbatches=PARTS, state=state))
+        state = expected[-1].state
+    pairs = [[(result.loss, result.grads, result.state) for result in side] for side in (results, expected)]
     return reports + differing_bits(*map(leaves, pairs)) + count_mistakes(replayed, REPLAYS, 1)
 
 

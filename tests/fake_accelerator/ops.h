@@ -97,7 +97,7 @@ inline void record_stream(at::Tensor& tensor, c10::Stream stream) {
 
 struct Argument {
   at::Tensor tensor, host;
-  bool writes, reads;
+  bool writes, reads, sizes;
 };
 
 // Whether the host reads a result, or how large it is.
@@ -159,7 +159,7 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool waits = makes_host_wait(op, arguments);
   std::vector<Argument> tensors;
   std::optional<c10::Device> device;
-  auto host_of = [&](const at::Tensor& tensor, bool writes, bool reads) {
+  auto host_of = [&](const at::Tensor& tensor, bool writes, bool reads, bool is_out) {
     if (!tensor.defined()) return tensor;
     if (tensor.is_cpu()) {
       TORCH_CHECK(tensor.dim() == 0, "fake: `", name, "` is handed a tensor of a device, and one of the CPU");
@@ -175,27 +175,30 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       TORCH_CHECK(false, "fake: `", name, "` is handed tensors of ", *device, " and ", tensor.device());
     }
     device = tensor.device();
-    auto grows = writes && !tensor.numel();  // an op that sizes what it writes
-    auto host = grows ? at::empty({0}, tensor.options().device(at::kCPU)) : on_host(tensor);
-    tensors.push_back({tensor, host, writes, reads});
+    // An op that sizes what it writes; a loss shrinks it, from the shape of its input to a number.
+    bool sizes = writes && (!tensor.numel() || (is_out && !tensor.dim()));
+    auto host = sizes ? at::empty({0}, tensor.options().device(at::kCPU)) : on_host(tensor);
+    tensors.push_back({tensor, host, writes, reads, sizes});
     return host;
   };
   std::optional<size_t> generator_position;
   for (size_t position = 0; position < count; ++position) {
     auto& value = arguments[position];
     const auto& argument = schema.arguments()[position];
-    bool writes = argument.alias_info() && argument.alias_info()->isWrite();
-    bool reads = !writes || !(overwrites || argument.is_out());
+    // The schema hides that running statistics are written.
+    bool is_running = name == "batch_norm_update_stats" && argument.name().starts_with("running_");
+    bool writes = is_running || (argument.alias_info() && argument.alias_info()->isWrite());
+    bool is_out = argument.is_out(), reads = !writes || !(overwrites || is_out);
     if (value.isTensor()) {
-      value = host_of(value.toTensor(), writes, reads);
+      value = host_of(value.toTensor(), writes, reads, is_out);
     } else if (value.isTensorList()) {
       auto hosts = c10::List<at::Tensor>();
-      for (const at::Tensor& tensor : value.toTensorVector()) hosts.push_back(host_of(tensor, writes, reads));
+      for (const at::Tensor& tensor : value.toTensorVector()) hosts.push_back(host_of(tensor, writes, reads, is_out));
       value = hosts;
     } else if (value.isOptionalTensorList()) {
       auto hosts = c10::List<std::optional<at::Tensor>>();
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
-        hosts.push_back(tensor ? std::optional(host_of(*tensor, writes, reads)) : std::nullopt);
+        hosts.push_back(tensor ? std::optional(host_of(*tensor, writes, reads, is_out)) : std::nullopt);
       value = hosts;
     } else if (value.isDevice()) {
       if (!device) device = value.toDevice();
@@ -249,10 +252,9 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return tensor;
   });
   Work work{name};
-  std::vector<std::pair<at::Tensor, at::Tensor>> grown;
-  for (auto& [tensor, host, writes, reads] : tensors) {
-    if (host.sizes() != tensor.sizes())
-      grown.emplace_back(on_host(at::native::resize_(tensor, host.sizes())).copy_(host), host);
+  std::vector<std::pair<at::Tensor, at::Tensor>> sized;
+  for (auto& [tensor, host, writes, reads, sizes] : tensors) {
+    if (sizes) sized.emplace_back(on_host(at::native::resize_(tensor, host.sizes())).copy_(host), host);
     work.seconds += seconds(tensor);
     if (reads) work.uses.push_back(use_of(tensor, false));
     if (writes) work.uses.push_back(use_of(tensor, true));
@@ -263,7 +265,8 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   add_workspace(work, stream);
   if (capture)
-    work.run = [call, arguments, result_count, new_hosts, grown] {
+    work.run = [call, arguments, result_count, new_hosts, sized] {
+      for (const auto& [memory, host] : sized) host.resize_({0});
       auto results = call(arguments);
       auto host = new_hosts.begin();
       replace_results(results, result_count, [&](const at::Tensor& result) {
@@ -271,7 +274,7 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         ++host;
         return result;
       });
-      for (const auto& [memory, host] : grown) memory.copy_(host);
+      for (const auto& [memory, host] : sized) memory.copy_(host);
     };
   queue(stream, std::move(work));
   if (waits) synchronize(stream, name);

@@ -129,8 +129,8 @@ def _compile_by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
             _check_results(graph, name, run(*example))
     except Exception as error:
         raise RuntimeError(
-            f"compile=True: torch's inductor cannot compile {name} ({type(error).__name__}: {str(error)[:300]}). On "
-            "the CPU it needs g++."
+            f"compile=True: torch's inductor cannot compile {name} ({type(error).__name__}: {str(error)[:300]}). It "
+            "needs g++ on the CPU, and a backend on other devices."
         ) from error
     return _on_lists(graph, run)
 
