@@ -4,8 +4,10 @@ import importlib
 import pkgutil
 import sys
 import warnings
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import fpipe.limits as _limits
 import fpipe.schedules.search_request as _search_request
 from fpipe import schedules
 from fpipe.check import check
@@ -278,13 +280,18 @@ __all__ = [
 ]
 
 
+# Inside, functions trust their arguments; here, at the door, they are checked.
+_limits.check_public_functions(globals())
+
+
 def _folders() -> set[str]:
     return {name for _, name, is_folder in pkgutil.iter_modules(__path__) if is_folder}
 
 
 def __dir__() -> list[str]:
-    """List the public names and the folders, and not the modules at the root, whose names are public themselves."""
-    return sorted({*__all__, *_folders(), *(name for name in globals() if name.startswith("__"))})
+    """List the public names and folders; a folder that is not listed is imported where it is named."""
+    public_folders = ("callbacks", "integrations", "testing")
+    return sorted({*__all__, *public_folders, *(name for name in globals() if name.startswith("__"))})
 
 
 # Hidden from type checkers, which would accept any name as an attribute of a module with __getattr__.
@@ -294,6 +301,7 @@ if not TYPE_CHECKING:
         """Import a lazy name, or a folder, at its first use."""
         if name in _MODULE_BY_NAME:
             attribute = getattr(importlib.import_module(f"fpipe.{_MODULE_BY_NAME[name]}"), name)
+            attribute = _limits.checked(attribute) if isinstance(attribute, FunctionType) else attribute
         elif name in _folders():
             attribute = importlib.import_module(f"fpipe.{name}")
         else:

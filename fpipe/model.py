@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from fpipe.limits import check_whole_number
+from fpipe.limits import argument_error, check_whole_number, checked_init
 from fpipe.positional_stage import Names, net_stage_of
 from fpipe.program import HtmlRepr, Op
 
@@ -32,6 +32,7 @@ Turn = tuple[bool, bool]
 """Whether a microbatch (and slice) is the first, and whether it is the last, of its training step."""
 
 
+@checked_init
 @dataclass(frozen=True)
 class Stage:
     """A pure stage function `f(params, x) -> y`, and the keyword-only arguments that it asks for.
@@ -65,9 +66,7 @@ class Stage:
     exchange: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        if not callable(self.forward):
-            raise TypeError(f"a stage is a function f(params, x), found {type(self.forward).__name__}.")
-        if isinstance(self.keywords, str) or not self.keywords <= STAGE_KEYWORDS | {"turn"}:
+        if not self.keywords <= STAGE_KEYWORDS | {"turn"}:
             raise ValueError(f"keywords is a set of 'state', 'key', 'microbatch' and 'carry'; found {self.keywords!r}.")
 
 
@@ -116,6 +115,7 @@ class DerivedReport(NamedTuple):
         return f"{self.derivation}\n{self.report}"
 
 
+@checked_init
 @dataclass(frozen=True)
 class Model(HtmlRepr):
     """Stages in dataflow order and a loss.
@@ -170,11 +170,7 @@ class Model(HtmlRepr):
         return None if self.report is None else DerivedReport(derivation, self.report)
 
     def __post_init__(self) -> None:
-        for non_stage in (stage for stage in self.stages if not isinstance(stage, Stage)):
-            raise TypeError(f"a Model is made of fpipe.Stage, found {type(non_stage).__name__}; see from_functions.")
         if self.loss is not None:
-            if not callable(self.loss):
-                raise ValueError(f"loss is a function loss(y, target) or None, found {type(self.loss).__name__}.")
             if isinstance(self.loss, type):
                 raise ValueError(f"loss is a class; make one: {self.loss.__name__}().")
             signature = unsuitable_signature(self.loss)
@@ -252,15 +248,14 @@ def as_stage_input(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
 
 
 def unsuitable_signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a loss that cannot be called as loss(y, target); None if it can, or has no signature.
+    """Return the signature of a function that takes no two arguments; None if it does, or has no signature.
 
     >>> print(unsuitable_signature(lambda y: y), unsuitable_signature(lambda y, target, weight=None: y))
     (y) None
     """
-    from torch import nn
-
     try:
-        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+        # A module, told without an import of torch: its __call__ takes anything.
+        signature = inspect.signature(getattr(function, "forward", function))
     except ValueError:  # some functions written in C have no signature
         return None
     try:
@@ -275,18 +270,11 @@ def in_current_mode(model: Model) -> Model:
     return model if require_model(model).fingerprint is None else model.fingerprint.model_in_current_modes(model)
 
 
-def require_model(argument: object, expectation: str = "a Model is wanted, as from_functions makes it;") -> Model:
+def require_model(argument: object) -> Model:
     """Return the argument if it is a Model, else raise TypeError with a hint."""
     if isinstance(argument, Model):
         return argument
-    from torch import nn
-
-    hint = ""
-    if isinstance(argument, nn.Module):
-        hint = " A Sequential goes through fpipe.from_sequential, which returns (model, params, state)."
-    elif isinstance(argument, tuple) and any(isinstance(part, Model) for part in argument):  # pyright: ignore[reportUnknownVariableType]
-        hint = " Of what a front end returns, the model is the first: hand in that."
-    raise TypeError(f"{expectation} found {type(argument).__name__}.{hint}")  # pyright: ignore[reportUnknownArgumentType]
+    raise argument_error("model", Model, argument)
 
 
 def normalise_inputs(
@@ -296,9 +284,6 @@ def normalise_inputs(
     check_whole_number("stages", n)
     if inputs is None:
         return ("batch", *range(n - 1))
-    if isinstance(inputs, str) or not isinstance(inputs, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-        type_name = type(inputs).__name__
-        raise ValueError(f"inputs lists what each stage takes, as in ('batch', 0, (1, 0)); found {type_name}.")
     if len(inputs) != n:
         raise ValueError(f"inputs says what each stage takes: {n} entries for {n} stages, found {len(inputs)}.")
     read_ports: set[tuple[Any, int]] = set()
@@ -358,7 +343,17 @@ def check_keys(
 ) -> None:
     """Raise ValueError unless a mapping has exactly the expected keys."""
     for missing in (name for name in expected if name not in mapping):
-        raise ValueError(f"{owner} must have {missing!r}, which is missing.")
+        raise ValueError(f"{owner} must have {missing!r}, which is missing.{prefix_hint(mapping, missing)}")
     if len(mapping) != len(expected):
         extra = next(name for name in mapping if name not in expected)
         raise ValueError(f"{owner} has {extra!r}, which is not {key_meaning}.")
+
+
+def prefix_hint(names: Iterable[object], missing: object) -> str:
+    """Return the sentence, behind a space, on a prefix of names: DistributedDataParallel and torch.compile add one.
+
+    >>> prefix_hint(["module.0.weight"], "0.weight")
+    " Take the prefix off: name.removeprefix('module.')."
+    """
+    prefixes = [str(name).removesuffix(str(missing)) for name in names if str(name).endswith(f".{missing}")]
+    return f" Take the prefix off: name.removeprefix({prefixes[0]!r})." if prefixes else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
-from fpipe.limits import LONGEST_WORD, MOST_PARTS, parse_expression, shortened
+from fpipe.limits import LONGEST_WORD, MOST_PARTS, check_whole_number, checked_init, parse_expression, shortened
 
 
 class ProgramError(ValueError):
@@ -117,6 +117,7 @@ class Output(NamedTuple):
         return f"{self.name} = {self.value} @ {','.join(map(str, self.homes))}"
 
 
+@checked_init
 @dataclass(frozen=True)
 class Kind:
     """A kind of op: what fixes its position in the order, its ticks on the clock, and the lane that it uses.
@@ -162,14 +163,7 @@ def register_kind(name: str, kind: Kind) -> None:
     (p[0] = PRUNE[0] params[0] @ 0,)
     >>> _ = KINDS.pop("PRUNE")
     """
-    if not isinstance(kind, Kind):
-        raise TypeError(f"say fpipe.Kind('table'), 'before' or 'after', found {type(kind).__name__}.")
-    if kind.position not in ("table", "before", "after"):
-        raise ValueError(f"a kind's position is 'table', 'before' or 'after', found {kind.position!r}.")
-    if type(kind.time) is not int or kind.time < 0:
-        raise ValueError(f"a kind's time is a whole number of ticks, at least 0; found {kind.time!r}.")
-    if kind.lane not in LANES[:3]:
-        raise ValueError(f"a kind's lane is 'main', 'copy' or 'wire', found {kind.lane!r}.")
+    check_whole_number("time", kind.time, minimum=0)
     if not re.fullmatch(r"[A-Z]+", name) or name in KINDS:
         raise ValueError(f"a kind's name is new and in capital letters, found {name!r}; taken: {', '.join(KINDS)}")
     KINDS[name] = kind
@@ -233,13 +227,12 @@ def pair(*parts: Op) -> Op:
     """
     if not 2 <= len(parts) <= MOST_PARTS:
         raise ProgramError(f"a PAIR has two parts, at most {MOST_PARTS}; found {len(parts)}.")
-    for part in parts:
-        if not isinstance(part, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"pair() takes ops, as a program has them; found {type(part).__name__}.")
     reads = tuple(dict.fromkeys(value for part in parts for value in part.reads))
     writes = tuple(value for part in parts for value in part.writes)
     pair_op = Op("PAIR", *parts[0][1:5], reads, writes, parts)
     writer = {value: part for part in parts for value in part.writes}
+    if len(writer) < len(writes):
+        raise ProgramError(f"the PAIR {pair_op.cell} has an op twice.")
     for part in parts:
         for value in part.reads:
             if writer.get(value, part) is not part:

@@ -55,6 +55,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, ClassVar
 
+from fpipe.limits import argument_error
 from fpipe.ops import KINDS as KINDS
 from fpipe.ops import LANES as LANES
 from fpipe.ops import PARAMETERS as PARAMETERS
@@ -269,7 +270,7 @@ def require_program(argument: object) -> Program:
     """Return the argument of a transform or a reading if it is a program, else raise TypeError."""
     if isinstance(argument, Program):
         return argument
-    raise TypeError(f"a Program is wanted here, such as fpipe.program(model); found {type(argument).__name__}.")
+    raise argument_error("program", Program, argument)
 
 
 class _Writers(dict[Value, int]):

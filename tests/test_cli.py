@@ -165,8 +165,10 @@ def test_check_reads_exported_files(format: str, tmp_path: Path):
     )
     assert file.read_text() == exported
     assert program_of(exported).table() == program("one_f_one_b", 2, 4).table()
-    assert output_of("check", str(file)).startswith(f"{file}: 2 stages, 4 microbatches, 2 ranks, ")
-    assert output_of("check", "-", stdin=exported).startswith("standard input: 2 stages, 4 microbatches, 2 ranks, ")
+    assert output_of("check", str(file)).startswith(f"{file} is right: 2 stages, 4 microbatches, 2 ranks, ")
+    assert output_of("check", "-", stdin=exported).startswith(
+        "standard input is right: 2 stages, 4 microbatches, 2 ranks, "
+    )
     assert "6 of 6 leaves bitwise equal to plain autograd" in output_of("verify", str(file))
 
 
@@ -211,7 +213,7 @@ MISTAKES = {
     "show gpipe --style memory=no": "--style is of a file: add --svg, --png, --pdf, --html or --perfetto.",
     "show gpipe --svg a.svg --style labls=no": "a style has no 'labls'; did you mean labels?",
     "show gpipe --svg a.svg --style memory=0": "memory= is yes or no, found '0'.",
-    "show gpipe --svg a.svg --style window=2": "window= is (start, end) in seconds, 0 <= start < end; found (2.0,).",
+    "show gpipe --svg a.svg --style window=2": "window is a pair; found a tuple.",
     "show gpipe --svg a.svg --style font_pt=x": "font_pt= is a number, found 'x'.",
     "show gpipe --costs G=1": "costs have no 'G'. Of a whole rank: F, B, W, R, c; of a stage: forward,",
     "show gpipe --costs forwrad=1": "did you mean forward?",

@@ -396,8 +396,6 @@ cut_returning(lambda error: error.square().mean(), aux=True)
     TypeError: with aux=True the loss returns (loss, aux), found Tensor.
 cut_returning(lambda error: error.square().sum(), reduction='count')
     TypeError: with reduction="count" the loss returns (total, count), found Tensor.
-cut_without_params(3)
-    TypeError: , found int.
 cut_without_params(torch.nn.MSELoss)
     TypeError: , found a class (MSELoss).
 cut_without_params(lambda p, x, y: x)

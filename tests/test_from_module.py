@@ -513,14 +513,10 @@ cut_net(Marked(4), cuts=["blocks.2"])
     ValueError: stages=2, but cuts= and the boundaries in forward make 3 stages
 cut_net(Net(4), None, cuts=["embed"], costs={"embed": 1.0})
     ValueError: costs= balances stages, and cuts= says where they end; leave
-cut_net(Net(4), None, cuts=3)
-    ValueError: cuts lists module paths, such as ['encoder.layer.3']; found 3.
 cut_net(Net(4), costs={"blocks.1": 1.0})
     ValueError: costs= says nothing of block 'blocks.0'; the blocks are blocks.0, blocks.1,
 cut_net(Net(3), costs=MEASURED)
     ValueError: costs= has been measured for 4 stages, and the net has 3 blocks; profile the model of
-cut_net(Net(4), costs=[1.0])
-    ValueError: costs has a number for each block by its path, or is fpipe.Costs; found list.
 cut_net(Net(4), costs={**BLOCK_COSTS, "blcks.9": 1.0})
     ValueError: costs= names 'blcks.9', which is no block; the blocks are blocks.0
 cut_net(Net(4), example=({"y": torch.ones(4, 8)},) * 2)
@@ -537,12 +533,6 @@ cut_net(LossAmongOutputs("rows"), loss=None, example=keywords())
     ValueError: or as the one number; found a tensor of shape (1,), to be reduced, for instance
 cut_net(LossAmongOutputs("two"), loss=None, example=keywords())
     ValueError: or as the one number; found tuple with 2 numbers
-cut_net(Net)
-    TypeError: from_module takes an nn.Module, or what torch.export made; found the class Net; make one
-cut_net(F.relu)
-    TypeError: from_module takes an nn.Module, or what torch.export made; found function.
-cut_net([Net(2)])
-    TypeError: what torch.export made; found list
 cut_net(net_calling(lambda block, x: block(x) if x.sum() > 0 else x))
     ValueError: Change the line below, or use from_loss with fpipe.boundary, or from_functions. at test_from_module.py:
 cut_net(WritesInput(2))

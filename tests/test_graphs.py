@@ -34,7 +34,6 @@ def scale(p: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"graph": 1}, "graph is True or False; found 1."),
         ({"runtime": "threads"}, "graph=True is of runtime='local' or 'distributed'; found 'threads'."),
         ({"trace": False}, "graph=True captures traces: say trace=True."),
         ({"record": True}, "record=True times ops one by one, and a graph has none: profile it by torch.profiler."),

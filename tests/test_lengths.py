@@ -230,7 +230,7 @@ fpipe.pad((torch.ones(2, 3), torch.ones(2)), to=[1, 2])
 fpipe.pad((torch.ones(2, 3), torch.ones(2, 4)), to=8)
     ValueError: inputs has length 3, target 4: say Replicate() in spec=.
 fpipe.pad((torch.ones(2), torch.ones(2)), to=8)
-    ValueError: no tensor has the dimension to pad: say dim= or spec=.
+    ValueError: no tensor has that dimension: say dim= or spec=.
 fpipe.pad((torch.ones(2, 3), None), to=1.0)
     ValueError: to is a whole number, a float above 1 or a list of lengths; found 1.0.
 STEP(make_params(), documents()[0])

@@ -129,8 +129,6 @@ step_with(scale=-1.0)
     TypeError: scale is a number above 0, or the scale of a result; found -1.0
 step_with(build={"loss_scale": 2.0}, scale=8.0)
     ValueError: leave loss_scale= out
-fpipe.update("SGD", loss_scale="static")
-    ValueError: loss_scale is 'dynamic', or a dict with some of growth_factor
 fpipe.update("SGD", loss_scale={"growth": 2.0})
     ValueError: loss_scale is 'dynamic', or a dict with some of
 fpipe.update("SGD", loss_scale={"growth_interval": 0})

@@ -137,8 +137,6 @@ run(fpipe.from_functions([linear] * 2, mean, aux_losses=[0]))
     TypeError: a stage that gives its loss returns (y, loss).
 run(fpipe.from_functions([lambda p, x: (x, x), linear], mean, aux_losses=[0]))
     ValueError: the loss of <lambda> is a 0-d tensor, found shape (8, 3)
-fpipe.merge(outputs='apart')
-    ValueError: outputs is True, False or 'stream', found 'apart'.
 run(model_of('mean'), fpipe.chain(fpipe.split(3), fpipe.merge()))
     ValueError: aux['right'] is tensor(
 run(model_of('mean'), fpipe.split(2, fpipe.Sum()))
@@ -151,7 +149,7 @@ run(fpipe.freeze(model_of('mean'), (0, 'b')))
     ValueError: leaf 'b' of stage 0 is frozen, but params of stage 0 have no such leaf.
 fpipe.add_grads(({'w': torch.ones(2)},), ({'w': torch.ones(3)},))
     ValueError: gradients of two models: at [0]['w'] they are of shapes (2,) and (3,).
-fpipe.add_grads(({'w': 1},), ({'v': 1},))
+fpipe.add_grads(({'w': torch.ones(2)},), ({'v': torch.ones(2)},))
     ValueError: gradients differ: only one structure has a leaf at [0]['w']
 """,
 )

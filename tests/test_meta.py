@@ -354,12 +354,6 @@ load_changed(**{"head.bias": torch.zeros(11, device="meta")})
     ValueError: has a tensor on meta, without values under 'head.bias'
 load_changed(**{"head.weight": torch.zeros(11, 8)})
     ValueError: 'embed.weight' and 'head.weight' are one parameter of the net
-fpipe.init_params(on_meta()[0], on_meta()[2], rank=0, seed="x")
-    TypeError: seed is a whole number, found 'x'
-fpipe.init_params(on_meta()[0], on_meta()[2], rank=0, init=3)
-    TypeError: init= is a function of name and tensor, found 3
-fpipe.load_params(Net(), on_meta()[2], {}, rank=0)
-    TypeError: a Model is wanted
 fpipe.load_params(on_meta()[0], on_meta()[2], 3, rank=0)
     TypeError: a source is a path, or a state_dict; found int
 # Used to be read as nan, after a warning.

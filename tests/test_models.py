@@ -76,10 +76,6 @@ from_functions([lambda p, a, b: a])
 from_functions([lambda p, x, *, mask: x])
     ValueError: stage 0 (<lambda>) asks for 'mask'; a stage can ask for state, key, microbatch and carry, and nothing
     else.
-from_functions([f], loss="mse")
-    ValueError: loss is a function loss(y, target) or None, found str.
-from_functions([f], reduction="avg")
-    ValueError: reduction is 'mean', 'sum' or 'count', found 'avg'.
 model_with_tie((0, "e"))
     ValueError: a tie joins leaves of several stages, found ((0, 'e'),).
 model_with_tie((0, "e"), (2, "e"))

@@ -65,8 +65,6 @@ def test_a_key_is_told_time_rank_held_microbatches_and_sizes():
         ),
         (forwards_first, {"cap": [2, 0]}, "cap is 0 on rank 1, but one microbatch holds 1"),
         (forwards_first, {"cap": [2]}, "cap lists 1 numbers for 2 ranks"),
-        (forwards_first, {"cap": "2"}, "cap is a number, or one a rank; found '2'"),
-        ("F first", {}, "key is a function key(op, now)"),
     ],
 )
 def test_an_invalid_priority_is_refused(key: Any, options: dict[str, Any], sentence: str):
@@ -115,7 +113,6 @@ def test_a_generator_may_yield_keys_and_idle_cells_under_a_placement():
         (lambda r, p, m: None, "rank 0: the generator gave None; it yields cells such as '0F0'"),
         (lambda r, p, m: repeat("0F0"), "rank 0: 48 cells and no end; a generator stops after its last op."),
         (lambda r, p, m: repeat(None), "rank 0: 48 cells and no end; a generator stops after its last op."),
-        ("0F0", "from_generator takes f(rank, ranks, microbatches), which yields cells; found '0F0'"),
     ],
 )
 def test_an_invalid_generator_is_refused(cells: Any, sentence: str):

@@ -123,10 +123,6 @@ def test_roundpipe_evaluates_without_a_plan():
 test_refusals = refusals(
     globals(),
     """
-fpipe.plan(fpipe.Costs(), 0)
-    ValueError: ranks is a number, at least 1; found 0.
-fpipe.plan(fpipe.Costs(), 1, run="both")
-    ValueError: run is "fused", "train" or "infer", found 'both'.
 fpipe.plan(fpipe.Costs(), 1, threshold=0.9)
     ValueError: threshold is a multiple of the largest layer, from 1; found 0.9.
 fpipe.plan(fpipe.Costs(), 1)

@@ -439,18 +439,12 @@ test_refusals = refusals(
     """
 fpipe.Style(width_mm=-1)
     ValueError: width_mm= is a positive number; found -1
-fpipe.Style(labels='some')
-    ValueError: labels= is 'all', 'microbatch' or 'none'; found 'some'
-fpipe.Style(memory='no')
-    ValueError: memory= is True or False; found 'no'
 fpipe.Style(window=(4, 2))
     ValueError: window= is (start, end) in seconds, 0 <= start < end; found (4, 2)
 fpipe.Style(colours={'F': 'blue'})
     ValueError: a colour is written as '#2a66be'; found 'blue' for F
 fpipe.Style(colours={'G': '#2a66be'})
     ValueError: 'G' is not a kind of op
-fpipe.Style(ranks='ab')
-    ValueError: ranks= lists a name for each rank; found 'ab'
 fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(ranks=['a']))
     ValueError: ranks= lists 3 names, one a rank; found 1
 fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(window=(18, 20)))
@@ -466,16 +460,12 @@ fpipe.plot(GPIPE, file='a.html', style=fpipe.Style(font_pt=7))
     ValueError: a page has no font_pt=
 fpipe.plot(GPIPE, file='a.json', style=fpipe.Style(labels='none'))
     ValueError: a trace has no labels=
-fpipe.plot(GPIPE, style='plain')
-    TypeError: style= is a fpipe.Style, such as fpipe.Style(memory=False); found 'plain'
 fpipe.plot(GPIPE, ax='here')
     TypeError: ax= is a matplotlib Axes, as plt.subplots() makes; found str
 fpipe.plot(GPIPE, file='a.gif')
     ValueError: ends in .svg, .png, .pdf, .html, .json; found 'a.gif'
 fpipe.plot(GPIPE, file='none/a.svg')
     FileNotFoundError: is not a folder: create it first
-fpipe.plot('1F1B')
-    TypeError: plot draws a Program or a Timeline; found str
 fpipe.plot(GPIPE, GPIPE, names=['one'])
     ValueError: names= lists 2 names, one a schedule; found 1
 fpipe.plot(fpipe.simulate(GPIPE), costs=SLOW)

@@ -87,8 +87,6 @@ pipeline(4, forward=[range(5)])
     ProgramError: roundpipe: forward group 0 is [0-4]; the stages are 0..3.
 pipeline(4, backward=[range(4)])
     ProgramError: roundpipe: groups: 1, ranks: 2; each rank runs a group. Use smaller groups or fewer ranks.
-pipeline(4, forward=[[0], [True]])
-    TypeError: roundpipe: forward group 1 is [True]; stages are whole numbers.
 """
 test_refusals = refusals(globals(), WRONG)
 

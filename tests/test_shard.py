@@ -369,7 +369,7 @@ def refuse_shards(rank: int, number: int) -> str:
 
 NO_SHARDS = [
     *["dimension 'pp' of the mesh has the ranks of a program: hand in mesh['dp'], that of replicas."] * 2,
-    "one entry for each stage, as load_params or local_params gives them; found a Sequential",
+    "params is a list; found a Sequential",
     "found a dict",
     "was handed a plain tensor of shape",
     "and the program shards it by rows, Shard(0), over 'dp'",
@@ -396,16 +396,12 @@ transformed(fpipe.merge(), fpipe.data_parallel(), fpipe.shard("tp"), fpipe.data_
     ProgramError: has replicas along 'dp' and 'tp' already
 transformed(fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.shard(gather="use"), fpipe.schedules.zbv(2))
     ProgramError: put fpipe.shard(gather=...) after what places the program
-fpipe.shard(gather="pass")
-    ValueError: gather is 'step', 'run', 'use' or f(op), found 'pass'
 fpipe.shard(scatter="use")
     ValueError: scatter is 'step' or 'microbatch'
 fpipe.shard(lead=-1)
     ValueError: lead is a whole number, at least 0
 fpipe.shard(compute_dtype=torch.int8)
     ValueError: compute_dtype is a floating dtype
-fpipe.shard_params(({},), 2)
-    TypeError: such as mesh['dp']; found 2
 fpipe.Program.parse(str(sharded(2)).replace("GATHER[0] shard[0]", "GATHER[0] shard[1]"))
     ProgramError: does not make a stage's params from its shard
 fpipe.data_parallel()(fpipe.program(2))
@@ -420,8 +416,6 @@ fpipe.data_parallel("b")(replicated(2))
     ProgramError: replicas along 'dp' already
 fpipe.shard("pp")
     ValueError: mesh dimension 'pp' has the program's ranks
-fpipe.data_parallel(2)
-    ValueError: such as 'dp'; found 2.
 fpipe.Program.parse(str(replicated(2)).replace("REDUCE[0] sum[0,1] {axis='dp'}", "REDUCE[0] sum[0,1]"))
     ProgramError: REDUCE(all[0]) says no axis of replicas: {axis='...'}
 """,

@@ -257,8 +257,6 @@ run_step(split(2), fpipe.place(), fpipe.communicate(), slices(2))
     ProgramError: put fpipe.slice_sequence() before fpipe.communicate()
 split(2, slices=0)
     ValueError: slices is a whole number, at least 1; found 0
-slices(2, dim=1.0)
-    ValueError: dim is a whole number, the sequences' dimension
 slices(2, spec=(1, 2, 3))
     ValueError: a tuple of specs has two, for inputs and target
 run_step(split(1, slices=11))

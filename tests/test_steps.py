@@ -217,8 +217,6 @@ test_refusals = refusals(
     """
 fpipe.steps(0)
     ValueError: steps is a whole number, at least 1
-fpipe.steps(2, stale="yes")
-    ValueError: stale is a number from 0, or 'stash'
 fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.steps(2))(fpipe.program(2))
     ProgramError: put fpipe.update() before
 program_of(2, fpipe.steps(2), fpipe.steps(2))

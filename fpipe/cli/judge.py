@@ -42,7 +42,7 @@ def check(files: Programs, replicated: options.Replicated = False) -> None:
         try:
             program = read_program(file, replicated=replicated)
             check_placements(program)
-            print(f"{name}: {sizes(program)}")
+            print(f"{name} is right: {sizes(program)}")
         except (ValueError, OSError) as error:
             wrong_files += 1
             # The text of an OSError names the file already.

@@ -347,10 +347,7 @@ def call_model(function: Callable[[], Any]) -> tuple[Model, Any, Any, Any]:
         raise ValueError(
             f"--model returns (model, params, batch) or (model, params, batch, state), found {returned!r:.80}."
         )
-    try:
-        require_model(returned[0])  # pyright: ignore[reportUnknownArgumentType]
-    except TypeError as error:
-        raise ValueError(f"--model returns (model, params, batch): {error}") from None
+    require_model(returned[0])  # pyright: ignore[reportUnknownArgumentType]
     return (*returned, None)[:4]  # pyright: ignore[reportReturnType, reportUnknownVariableType]
 
 

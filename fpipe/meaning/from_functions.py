@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fpipe.model import STAGE_KEYWORDS, Model, Reduction, Source, Stage, normalise_inputs
@@ -50,11 +50,7 @@ def from_functions(
     >>> len(model.stages), model.inputs
     (2, ('batch', 0))
     """
-    if callable(fns) or not isinstance(fns, Sequence):
-        raise TypeError(f"from_functions takes a list of stage functions; found {type(fns).__name__}.")
     sources = normalise_inputs(inputs, len(fns))
-    if not isinstance(aux_losses, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"aux_losses lists stages, as in [1]; found {type(aux_losses).__name__}.")
     for misfit in (stage for stage in aux_losses if stage not in range(len(fns))):
         raise ValueError(f"aux_losses names stage {misfit!r}; the stages are 0 to {len(fns) - 1}.")
     if aux and loss is None:
@@ -111,17 +107,10 @@ def _normalise_ties(
     ties: Sequence[Sequence[tuple[int, str]]], stage_count: int
 ) -> tuple[tuple[tuple[int, str], ...], ...]:
     """Return the groups of tied leaves, checked: distinct stages, the earliest first, no leaf in two groups."""
-    expected = "ties is a list of groups of (stage, leaf), as in [((0, 'e'), (3, 'e'))]"
-    if not isinstance(ties, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"{expected}; found {type(ties).__name__}.")
     # The order of a group says who owns the leaf, so a group that starts at a later stage is refused, not sorted.
     groups: list[tuple[tuple[int, str], ...]] = []
     tied_leaves: set[tuple[int, str]] = set()
     for members in ties:
-        if not isinstance(members, Sequence) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]
-            isinstance(member, Sequence) and len(member) == 2 and type(member[0]) is int for member in members
-        ):
-            raise ValueError(f"{expected}; found the group {members!r}.")
         group = tuple((stage, leaf) for stage, leaf in members)
         stages = [stage for stage, _ in group]
         if len(group) < 2:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.limits import checked_init
 from fpipe.timing.costs import Costs
 
 _FITTED_FIELDS = ("forward", "backward_input", "backward_weight", "recompute", "backward")
 
 
+@checked_init
 @dataclass(frozen=True)
 class LengthCosts:
     """Costs as a function of the lengths of microbatches.

@@ -107,7 +107,7 @@ def from_module(
     """
     # 1) Check what was asked for. Cut only at collectives, a net is one stage but for these.
     stages = 1 if cut_collectives and stages is None and cuts is None else stages
-    net = _checked(net, stages, cuts, costs)
+    _check_cuts(stages, cuts, costs)
     refuse_unsupported_modes()
     warn_of_compiled([net], 2)
     batch = _batch(example, loss)
@@ -180,24 +180,14 @@ def from_module(
     return model, params, state
 
 
-def _checked(net: Any, stages: Any, cuts: Any, costs: Any) -> nn.Module | ExportedProgram:
-    """Return the net; raise TypeError or ValueError for arguments that do not go together."""
-    if isinstance(net, type) or not isinstance(net, nn.Module | ExportedProgram):
-        description = f"the class {net.__name__}; make one" if isinstance(net, type) else type(net).__name__
-        raise TypeError(f"from_module takes an nn.Module, or what torch.export made; found {description}.")
+def _check_cuts(stages: int | None, cuts: Sequence[str] | None, costs: Any) -> None:
+    """Raise ValueError for arguments that do not go together."""
     if stages is not None:
         check_whole_number("stages", stages)
     if stages is None and cuts is None:
         raise ValueError("say how many stages, or cuts=[...] with the modules after which they end.")
-    listed = isinstance(cuts, Sequence) and not isinstance(cuts, str)
-    if cuts is not None and not (listed and all(isinstance(path, str) for path in cuts)):
-        raise ValueError(f"cuts lists module paths, such as ['encoder.layer.3']; found {cuts!r}.")
-    if costs is not None and not isinstance(costs, Mapping | Costs):
-        description = type(costs).__name__
-        raise ValueError(f"costs has a number for each block by its path, or is fpipe.Costs; found {description}.")
     if costs is not None and cuts is not None:
         raise ValueError("costs= balances stages, and cuts= says where they end; leave one of the two out.")
-    return net
 
 
 def _batch(example: Any, loss: Any) -> tuple[Any, Any]:

@@ -179,9 +179,8 @@ def _check_state(net: nn.Module, state: Collection[str]) -> None:
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
     for name in state:
         if name not in buffers:
-            raise ValueError(
-                f"state= names {name!r}, which is no buffer of the net; these are: {', '.join(sorted(buffers))}."
-            )
+            known = ", ".join(sorted(buffers)) or "none"
+            raise ValueError(f"state= names {name!r}, which is no buffer of the net; these are: {known}.")
 
 
 def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) -> Sequence[int]:
@@ -209,18 +208,10 @@ def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) 
     return balance(bytes_of, stages)
 
 
-def _checked(net: Any) -> nn.Sequential:
+def _checked(net: nn.Sequential) -> nn.Sequential:
     """Return the net; raise ValueError if stages cannot compute the same as its forward."""
-    if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward or "forward" in vars(net):
-        if isinstance(net, nn.ModuleList | list | tuple):
-            reason = "Put the modules into one: nn.Sequential(*modules)."
-        else:
-            reason = (
-                "Write it as nn.Sequential(...) of its parts, or use fpipe.from_module, from_loss or from_functions."
-            )
-        raise ValueError(
-            f"from_sequential cuts an nn.Sequential with its own forward, found {type(net).__name__}. {reason}"
-        )
+    if type(net).forward is not nn.Sequential.forward or "forward" in vars(net):
+        raise ValueError(f"{type(net).__name__} has a forward of its own: use fpipe.from_module.")
     refuse_unsupported_net(net)
     if hooks_of(net):
         raise ValueError(

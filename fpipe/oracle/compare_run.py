@@ -66,8 +66,6 @@ def compare_run(net: nn.Module, folder: str | Path, *, loss: Loss | None = None)
     Traceback (most recent call last):
     fpipe.verification.report.GradientMismatch: weight, update of step 0: there is no weight decay.
     """
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"compare_run takes the plain nn.Module and a folder; found {type(net).__name__}.")
     records = read_record(folder)
     # A copy, since the record's parameters are put into it.
     net = copy.deepcopy(net)

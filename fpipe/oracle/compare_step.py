@@ -211,8 +211,6 @@ def _run_or_explain(training: Training, batches: Any) -> Result:
 
 
 def _check_by_name(opt: Any, grads: Any, opt_after: Any) -> None:
-    if opt is not None and not isinstance(opt, list | tuple):
-        raise TypeError(f"opt is what optimizer_state makes, one tree a stage; found {type(opt).__name__}.")
     ranks: list[Any] = [*grads] if isinstance(grads, list | tuple) else [grads or {}]
     if not all(isinstance(named, Mapping) and all(grad is not None for grad in named.values()) for named in ranks):
         raise TypeError('grads is a dict of tensors by name, {"0.weight": p.grad}, or a list with that of each rank.')

@@ -91,12 +91,8 @@ def plot(
         ModuleNotFoundError: no matplotlib.
     """
     # 1. Check the options.
-    if width is not None and (not isinstance(width, int) or width < 40):
+    if width is not None and width < 40:
         raise ValueError(f"width= is characters or pixels, at least 40; found {width!r}.")
-    if file is not None and not isinstance(file, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"file= is a name, such as 'picture.svg', found {file!r}.")
-    if not isinstance(style, Style):
-        raise TypeError(f"style= is a fpipe.Style, such as fpipe.Style(memory=False); found {style!r}.")
     if width is not None and (style.width_mm is not None or ax is not None):
         raise ValueError("leave width= out: width_mm= or the Axes say it.")
     # 2. A chart of a plan; panels on Axes, or into a file.

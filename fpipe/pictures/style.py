@@ -9,6 +9,7 @@ from functools import cache
 from math import inf
 from typing import Any, Literal
 
+from fpipe.limits import checked_init
 from fpipe.pictures.drawn_shapes import PIXEL
 from fpipe.program import Op, kind_of
 from fpipe.timing.memory import HOLDERS
@@ -89,6 +90,7 @@ def _nearest_of_256(colour: str) -> int:
     return 16 + 36 * red + 6 * green + blue
 
 
+@checked_init
 @dataclass(frozen=True, kw_only=True)
 class Style:
     """Options of `fpipe.plot` on size, labels, colours and parts, to be set once for all pictures of a paper.
@@ -139,27 +141,16 @@ class Style:
     def __post_init__(self) -> None:
         for option in ("width_mm", "font_pt"):
             size = getattr(self, option)
-            if size is not None and not (_is_number(size) and 0 < size < inf):
+            if size is not None and not 0 < size < inf:
                 raise ValueError(f"{option}= is a positive number; found {size!r}.")
-        if self.labels not in ("all", "microbatch", "none"):
-            raise ValueError(f"labels= is 'all', 'microbatch' or 'none'; found {self.labels!r}.")
-        for option in SWITCHES:
-            switch = getattr(self, option)
-            if not isinstance(switch, bool) and (option, switch) != ("arrows", None):
-                raise ValueError(f"{option}= is True or False; found {switch!r}.")
-        if isinstance(self.differences, bool) or not isinstance(self.differences, int) or self.differences < 0:
+        if self.differences < 0:
             raise ValueError(f"differences= is a number of ops; found {self.differences!r}.")
-        if self.window is not None and not _is_window(self.window):
+        if self.window is not None and not 0 <= self.window[0] < self.window[1] < inf:
             raise ValueError(f"window= is (start, end) in seconds, 0 <= start < end; found {self.window!r}.")
         if isinstance(self.colours, Mapping):
             for kind, colour in self.colours.items():
                 kind_of(kind)
                 _checked_colour(colour, kind)
-        elif not callable(self.colours):
-            raise ValueError(f"colours= is {{kind: colour}} or f(op); found {self.colours!r}.")
-        names = self.ranks
-        if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
-            raise ValueError(f"ranks= lists a name for each rank; found {names!r}.")
 
     @property
     def unit(self) -> float:
@@ -187,15 +178,6 @@ class Style:
 
 SWITCHES = ("memory", "waits", "arrows", "figures", "legend", "critical_path")
 """Parts of a picture that may be drawn or not."""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_window(value: Any) -> bool:
-    is_pair = isinstance(value, Sequence) and len(value) == 2 and all(map(_is_number, value))
-    return is_pair and 0 <= value[0] < value[1] < inf
 
 
 def _checked_colour(colour: Any, subject: str) -> str:

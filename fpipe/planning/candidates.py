@@ -6,17 +6,19 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar
 
-from fpipe.limits import check_whole_number
+from fpipe.limits import check_whole_number, checked_init
 from fpipe.schedules.notations import NamedSchedule, parse
 from fpipe.schedules.registry import names
 from fpipe.timing.cluster import Cluster
 from fpipe.transforms.shard import GATHERS, NEVER, checked_policies
 
+T = TypeVar("T")
 POLICIES = ("never", "except_last", "always")
 
 
+@checked_init
 @dataclass(frozen=True)
 class Machine:
     """The ranks that a run is planned for.
@@ -71,6 +73,7 @@ class Machine:
         return tuple(min(memory_limit, limit) for limit in limits)
 
 
+@checked_init
 @dataclass(frozen=True)
 class Candidates:
     """Ways to run a step that a plan tries: all combinations of numbers of microbatches, schedules and policies.
@@ -149,22 +152,19 @@ def checked_policy(name: Any) -> str:
     return name
 
 
-def checked_microbatch_counts(name: str, counts: object) -> tuple[int, ...]:
+def checked_microbatch_counts(name: str, counts: Collection[int]) -> tuple[int, ...]:
     """Return the numbers of microbatches that an argument lists, each at least 1."""
     numbers = checked_list(name, counts, "numbers of microbatches, such as [8, 16]")
-    bad_count = next((count for count in numbers if type(count) is not int or count < 1), None)
-    if bad_count is not None:
-        raise ValueError(f"{name} lists whole numbers, at least 1; found {bad_count!r}.")
-    return numbers
+    return tuple(check_whole_number(name, count) for count in numbers)
 
 
-def checked_list(name: str, values: object, expected: str) -> tuple[Any, ...]:
+def checked_list(name: str, values: Collection[T], expected: str) -> tuple[T, ...]:
     """Return the values of an argument that is a list of at least one."""
-    if isinstance(values, str) or not isinstance(values, Collection) or not values:
+    if not values:
         raise ValueError(f"{name} lists {expected}; found {values!r}.")
-    return tuple(cast("Collection[Any]", values))
+    return tuple(values)
 
 
-def _check_amount(name: str, number: object, expected: str) -> None:
-    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number < math.inf:
+def _check_amount(name: str, number: float, expected: str) -> None:
+    if not 0 < number < math.inf:
         raise ValueError(f"{name} is {expected}; found {number!r}.")

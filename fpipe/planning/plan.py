@@ -98,22 +98,13 @@ def plan(
     >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.roundpipe(2, *grouped))(fpipe.program(4))
     """
     # 1. Check the options.
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks is a number, at least 1; found {ranks!r}.")
-    if run not in ("fused", "train", "infer"):
-        raise ValueError(f'run is "fused", "train" or "infer", found {run!r}.')
-    if threshold is not None and not (isinstance(threshold, int | float) and threshold >= 1):
+    check_whole_number("ranks", ranks)
+    if threshold is not None and not threshold >= 1:
         raise ValueError(f"threshold is a multiple of the largest layer, from 1; found {threshold!r}.")
     if (limit is None) != (memory is None):
         raise ValueError("memory= and limit= go together: say both, or neither.")
-    if limit is not None and not (isinstance(limit, int | float) and limit >= 0):
+    if limit is not None and not limit >= 0:
         raise ValueError(f"limit is in bytes, at least 0; found {limit!r}.")
-    costs_argument: Any = costs
-    if not isinstance(costs_argument, Costs) and not (
-        isinstance(costs_argument, Collection)
-        and all(isinstance(model, Costs) for model in cast("Collection[object]", costs_argument))
-    ):
-        raise TypeError(f"costs is one or several fpipe.Costs; found {type(costs_argument).__name__}.")
     has_several_models = not isinstance(costs, Costs)
     for name, values in (("stages", stages), ("memory", memory)):
         if has_several_models and values is not None and not isinstance(values, Collection):

@@ -76,16 +76,11 @@ def plan_run(
     one_f_one_b  8     1  never          274   12.4%          2  0.029197  given
     one_f_one_b  4     1  never          152   21.1%          2  0.026316  given
     """
-    for value, kind in ((machine, Machine), (candidates, Candidates)):
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"plan_run(workload, machine, candidates) takes an fpipe.{kind.__name__}; found {value!r:.80}."
-            )
     check_shard_policies(machine, candidates)
     # With example=, or if it looks like a net, `workload` must be a Model: say so, rather than that it is no costs.
     report = progress or _report_nothing
     if not isinstance(workload, Costs | Mapping) and (example is not None or hasattr(workload, "state_dict")):
-        workload = require_model(workload, "plan_run takes a Model with example=, or Costs;")
+        workload = require_model(workload)
     if isinstance(workload, Model):
         if example is None or len(example) not in (2, 3) or rows is not None or stages is not None:
             raise ValueError("a model needs example=(params, batch), without rows= or stages=.")

@@ -12,6 +12,7 @@ from functools import cache, partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
+from fpipe.limits import argument_error, is_transform
 from fpipe.meaning.devices import check_devices
 from fpipe.meaning.inputs_and_results import check_example, check_match, refuse_meta_constants
 from fpipe.meaning.optimizers.optimizer_state import find_update
@@ -144,10 +145,9 @@ def build(
     >>> result.loss.item(), result.grads[0]["w"].item()
     (22.5, 15.0)
     """
-    if runtime not in ("local", "threads", "distributed"):
-        raise ValueError(f"runtime is 'local', 'threads' or 'distributed'; found {runtime!r}.")
-    is_timeout_valid = timeout is None or (isinstance(timeout, int | float) and timeout > 0)  # pyright: ignore[reportUnnecessaryIsInstance]
-
+    if is_transform(program):
+        raise argument_error("program", Program, program)
+    is_timeout_valid = timeout is None or timeout > 0
     model = in_current_mode(model)
     make_program = None if isinstance(program, Program) or not callable(program) else program
     example_count = 0 if make_program is None or example is None else count_microbatches(example[1])
@@ -156,12 +156,6 @@ def build(
 
     # 1. Check the arguments. In processes this runs inside of the runtime, which reports an error to the other ranks.
     def check_arguments(program: Program) -> Any:
-        switches = {"compile": compile, "trace": trace, "record": record, "check_finite": check_finite}
-        for switch, setting in (
-            switches | {"broadcast": broadcast, "donate": donate, "hoist": hoist, "graph": graph}
-        ).items():
-            if not isinstance(setting, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ValueError(f"{switch} is True or False; found {setting!r}.")
         if graph:
             from fpipe.runtimes.capture.refusals import refuse_graph_options
 
@@ -182,7 +176,7 @@ def build(
             raise ValueError(f"timeout is a number of seconds above 0; found {timeout!r}.")
         if devices is not None and runtime != "threads":
             raise ValueError("devices= is of runtime='threads' only.")
-        if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isfinite(loss_scale) or loss_scale <= 0:
             raise ValueError(f"loss_scale is a finite number above 0; found {loss_scale!r}.")
         check_autocast_dtype(autocast)
         if loss_scale != 1.0 and any(value == Value("scale") for value, _ in require_program(program).inputs):

@@ -1,5 +1,6 @@
 """Sizes -> Transform: the schedules people say by name, and tables of your own."""
 
+from fpipe.limits import check_public_functions
 from fpipe.schedules.basic import eager_1f1b, gpipe, one_f_one_b, pipedream, pipedream_2bw
 from fpipe.schedules.interleaved import group_interleaved, interleaved, interleaved_zb, kimi_k2, looped_bfs, seq1f1b
 from fpipe.schedules.notations import from_generator, from_table
@@ -51,6 +52,7 @@ __all__ = [
     "zb_h2",
     "zbv",
 ]
+check_public_functions(globals())
 
 
 def __dir__() -> list[str]:

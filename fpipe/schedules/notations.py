@@ -71,11 +71,6 @@ def parse(text: str) -> NamedSchedule:
 
 def with_options(text: str, more_options: Mapping[str, Any]) -> NamedSchedule:
     """Read a name and its options, and add further options."""
-    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(
-            f"a schedule is given by name, such as 'hanayo:waves=2', found {type(text).__name__}. Name your own by "
-            "fpipe.schedules.register."
-        )
     name, _, option_text = text.partition(":")
     schedule = about(name)
     parameters = _parameters(schedule)
@@ -185,8 +180,6 @@ def from_generator(
     rank 0 | 0F0 0F1  .   .  0B1 0B0
     rank 1 |  .  1F0 1F1 1B1 1B0  .
     """
-    if not callable(f):
-        raise TypeError(f"from_generator takes f(rank, ranks, microbatches), which yields cells; found {f!r}.")
     check_whole_number("ranks", ranks)
 
     @as_transform

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fpipe.limits import check_whole_number
+from fpipe.model import unsuitable_signature
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.schedules.list_scheduler import LATER, NOTHING, ListSchedule, TaskGraph, list_schedule
 from fpipe.schedules.notations import placed_on
@@ -76,9 +77,9 @@ def from_priority(
     rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
     rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """
-    if not callable(key):
-        raise TypeError(f"key is a function key(op, now), found {key!r}.")
     check_whole_number("ranks", ranks)
+    if unsuitable_signature(key) is not None:
+        raise TypeError(f"key is called as key(op, now); found one of {unsuitable_signature(key)}.")
     limits = checked_caps(cap, ranks)
     costs = checked_costs(costs)
 
@@ -104,7 +105,7 @@ def checked_caps(cap: object, ranks: int) -> list[float]:
     if len(caps) != ranks:
         raise ValueError(f"cap lists {len(caps)} numbers for {ranks} ranks; give one each.")
     for limit in caps:
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit):
+        if math.isnan(limit):
             raise ValueError(f"cap is a number, or one a rank; found {limit!r}.")
     return caps
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import ParamSpec
 
-from fpipe.limits import check_whole_number
+from fpipe.limits import check_whole_number, checked, is_transform
 from fpipe.program import Program, ProgramError
 from fpipe.transforms._rewrite import Transform, as_transform, chain
 from fpipe.transforms.merge import merge
@@ -99,11 +99,9 @@ def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: i
     True
     >>> _ = SCHEDULE_BY_NAME.pop("as_it_comes")
     """
-    if not isinstance(name, str) or not name.isidentifier():
+    if not name.isidentifier():
         raise ValueError(f"a schedule's name is a word like 'my_schedule', found {name!r}.")
-    if not callable(factory):
-        raise TypeError(f"a schedule is a function of ranks, found {factory!r}.")
-    if next(iter(inspect.signature(factory).parameters), "") == "program":  # as each transform of this library has it
+    if is_transform(factory):
         raise TypeError(
             f"{name!r} is registered as a transform; a schedule is a function of ranks: use lambda ranks: ..."
         )
@@ -134,15 +132,7 @@ def published(
     def decorate(factory: Callable[P, Transform]) -> Callable[P, Transform]:
         @wraps(factory)
         def refusing(*args: P.args, **options: P.kwargs) -> Transform:
-            name = factory.__name__
-            # Check the arguments here: a wrong call would fail inside the schedule, or only when it is applied.
-            try:
-                ranks = inspect.signature(factory).bind(*args, **options).arguments["ranks"]
-            except TypeError as error:
-                raise TypeError(f"{name}() {error}; use {name}(4).") from None
-            if isinstance(ranks, Program):
-                raise TypeError(f"{name} takes a number of ranks, no Program: use {name}(4)(program).")
-            ranks = check_whole_number("ranks", ranks)
+            ranks = check_whole_number("ranks", args[0] if args else options.get("ranks"))
             transform = factory(*args, **options)
 
             # Sizes are known only when the transform meets a program.
@@ -160,11 +150,12 @@ def published(
         headed_facts = (("Source", source), ("Idle", idle), ("Peak", peak), ("Accepts", accepts))
         facts = "\n".join(f"{heading}: {text}" for heading, text in headed_facts)
         refusing.__doc__ = f"{inspect.cleandoc(factory.__doc__ or title)}\n\n{facts}"
-        schedule = Schedule(factory.__name__, refusing, stages_per_rank, title, source, idle, peak, accepts)
+        door = checked(refusing, "fpipe.schedules")
+        schedule = Schedule(factory.__name__, door, stages_per_rank, title, source, idle, peak, accepts)
         _add_schedule(
             replace(schedule, refuses=refuses or schedule.refuses, stages_per=stages_per or {}, searches=searches)
         )
-        return refusing
+        return door
 
     return decorate
 
@@ -194,8 +185,8 @@ def about(name: str) -> Schedule:
     Traceback (most recent call last):
     ValueError: there is no schedule 'looped_bsf'; did you mean looped_bfs? fpipe.schedules.names() lists them all.
     """
-    if not isinstance(name, str) or name not in SCHEDULE_BY_NAME:  # pyright: ignore[reportUnnecessaryIsInstance]
-        close = similar_names(str(name).lower())
+    if name not in SCHEDULE_BY_NAME:
+        close = similar_names(name.lower())
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         if name in ("pipedream", "pipedream_2bw"):
             hint = f"fpipe.schedules.{name}(ranks, steps=k) behind fpipe.update() orders several training steps; "

@@ -176,7 +176,7 @@ def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
     """
     kind_of(kind)
     if kind in _KINDS_IN_COSTS:
-        raise ValueError(f"the cost of {kind} is a field of Costs.")
+        raise ValueError(f"the cost of {kind} is a field of fpipe.Costs.")
     EXTRA_COSTS[kind] = seconds if callable(seconds) else checked_seconds(f"the cost of {kind}", seconds)
 
 

@@ -9,7 +9,7 @@ slowest stage. Among the ways that reach it, the one whose costs (by their squar
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import isfinite
 
@@ -36,17 +36,14 @@ def balance(
     >>> balance([4, 4, 1, 1], 2, parameters=[0, 0, 3, 3], scale=4)
     [3, 1]
     """
-    for name, numbers in (("costs", costs), ("parameters", [] if parameters is None else parameters)):
-        if not isinstance(numbers, Collection) or isinstance(numbers, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{name} lists a number for each layer, found {type(numbers).__name__}.")
-    if type(parts) is not int or not 1 <= parts <= len(costs):
+    if not 1 <= parts <= len(costs):
         raise ValueError(f"{len(costs)} layers make 1 to {len(costs)} parts, found parts={parts!r}.")
     _check_numbers("cost", costs)
     if parameters is not None:
         if len(parameters) != len(costs):
             raise ValueError(f"parameters lists {len(parameters)} layers, costs {len(costs)}; give equally many.")
         _check_numbers("size of the parameters", parameters)
-        if not isinstance(scale, int | float) or not isfinite(scale) or scale < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isfinite(scale) or scale < 0:
             raise ValueError(f"scale is in bytes for a byte of parameters, at least 0; found {scale!r}.")
         costs = [cost + scale * size for cost, size in zip(costs, parameters, strict=True)]
     sums = [0, *accumulate(scale_to_integers(costs))]
@@ -55,7 +52,7 @@ def balance(
 
 def _check_numbers(name: str, numbers: Sequence[float]) -> None:
     for layer, number in enumerate(numbers):
-        if not isinstance(number, int | float) or not isfinite(number) or number < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isfinite(number) or number < 0:
             raise ValueError(f"the {name} of layer {layer} is a number, at least 0; found {number!r}.")
 
 

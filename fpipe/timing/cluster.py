@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from fpipe.limits import check_whole_number
+from fpipe.limits import check_whole_number, checked_init
 
 _SECONDS_BY_UNIT = {"ns": Fraction("1e-9"), "us": Fraction("1e-6"), "ms": Fraction("1e-3"), "s": Fraction(1)}
 _BYTES_BY_UNIT = {"B": Fraction(1)} | {
@@ -28,6 +28,7 @@ class Link(NamedTuple):
     shared: bool = False
 
 
+@checked_init
 @dataclass(frozen=True)
 class Cluster:
     """Hosts with equally many ranks, and the links inside and between them. Ranks are numbered host by host.

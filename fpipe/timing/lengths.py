@@ -6,12 +6,13 @@ costs as a function of length, [300, 900]        -->        Costs of the first a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fpipe.program import Program
 from fpipe.timing.costs import Costs
 
 
+@runtime_checkable
 class CostsOfLengths(Protocol):
     """Protocol of costs as a function of the lengths of microbatches, as `fpipe.fit_lengths` makes them."""
 

@@ -22,7 +22,8 @@ Key = tuple[str, int | None, int | None, int | None]
 """An op by kind, stage, microbatch and slice."""
 Cell = str | Key
 Rows = Sequence[Sequence[Cell]]
-Table = Sequence[Sequence[Cell | None]] | Mapping[int, Sequence[Cell | None]] | str | Path
+_Row = str | Iterable[Cell | None]
+Table = Sequence[_Row] | Mapping[int, _Row] | str | Path
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _CELL = re.compile(rf"{_NUMBER}([A-Z]+){_NUMBER}(?:\.{_NUMBER})?")
@@ -52,7 +53,9 @@ def _parse_key(text: str) -> Key:
     text = text.strip()
     match = _CELL.match(text)
     if match is None or match.end() != len(text):
-        reason = "it does not start with stage, kind, microbatch"
+        reason = (
+            "a kind is in capitals" if _CELL.match(text.upper()) else "it does not start with stage, kind, microbatch"
+        )
         reason = f"after {match[0]} comes {shortened(text[match.end() :])!r}" if match else reason
         raise ProgramError(f"{shortened(text)!r} is not a cell: {reason}. Cells read 2F0 or (0F7;7B3).")
     stage, kind, microbatch, slice_index = match.groups()

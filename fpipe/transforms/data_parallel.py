@@ -51,7 +51,7 @@ def data_parallel(axis: str = "dp") -> Transform:
     loss = all_loss @ 0
     grads[0] = all[0] @ 0
     """
-    if not isinstance(axis, str) or not re.fullmatch(r"\w+", axis):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not re.fullmatch(r"\w+", axis):
         raise ValueError(f"axis names a mesh dimension, such as 'dp'; found {axis!r}.")
     if axis == "pp":
         raise ValueError("mesh dimension 'pp' has the program's ranks; name another.")

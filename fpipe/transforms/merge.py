@@ -58,12 +58,6 @@ def merge(
     loss = loss @ 0
     grads[0] = sum[0,1] @ 0
     """
-    if order not in ("microbatch", "schedule"):
-        raise ValueError(f"order is 'microbatch' or 'schedule', found {order!r}.")
-    if outputs not in (True, False, "stream"):
-        raise ValueError(f"outputs is True, False or 'stream', found {outputs!r}.")
-    if grads not in ("sum", "rows"):
-        raise ValueError(f"grads is 'sum' or 'rows', found {grads!r}.")
     options = () if spec is None else (("spec", spec_text(spec)),)
     options += () if aux is None or aux == "stream" else (("aux", spec_text(aux)),)
     streams = {"losses"} | {name for name, option in (("outputs", outputs), ("aux", aux)) if option == "stream"}

@@ -55,8 +55,6 @@ def place(
     names = ", ".join(_PLACEMENT_NAMES)
     if ranks is not None and not isinstance(policy, str):
         raise ValueError(f"ranks= goes with a named placement only ({names}).")
-    if not isinstance(policy, str | Sequence) and not callable(policy):
-        raise TypeError(f"a placement is a name, a list of ranks or a function; found {policy!r}.")
     if isinstance(policy, str) and policy not in _PLACEMENT_NAMES:
         alternatives = f"{names}, a list, or f(kind, stage, microbatch) -> rank"
         raise ValueError(f"{policy!r} is not a placement; known: {alternatives}.")
@@ -86,8 +84,6 @@ def checked_homes(program: Program, homes: Homes | None) -> dict[int, tuple[int,
     """Return the homes of stages that `homes` gives, checked and sorted."""
     if homes is None:
         return {}
-    if not callable(homes) and not isinstance(homes, Mapping):
-        raise TypeError(f"homes is {{stage: ranks}} or f(stage) -> ranks; found {homes!r}.")
     argument = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes
     for stage in argument:
         if type(stage) is not int or not 0 <= stage < program.stages:

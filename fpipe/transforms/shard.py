@@ -91,10 +91,6 @@ def shard(
     >>> [cell for cell in each.table(comms=True)[1] if "SPLIT" not in cell][:4]
     ['GATHER(params[1])', '1F0', 'GATHER(params[1]@1.1)', '1F1']
     """
-    if gather not in GATHERS and not callable(gather):
-        raise ValueError(f"gather is 'step', 'run', 'use' or f(op), found {gather!r}.")
-    if scatter not in ("step", "microbatch"):
-        raise ValueError(f"scatter is 'step' or 'microbatch', found {scatter!r}.")
     check_whole_number("lead", lead, minimum=0)
     data_parallel(axis)  # refuses an axis that is no name
     compute_options, reduce_options = _cast_options("compute", compute_dtype), _cast_options("reduce", reduce_dtype)

@@ -51,8 +51,6 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
     g[0,0.0] = B[0,0.0] params[0] res[0,0.0] dx[1,0.0] dcarry[0,0.1] @ 0
     """
     check_whole_number("slices", slices)
-    if type(dim) is not int:
-        raise ValueError(f"dim is a whole number, the sequences' dimension; found {dim!r}.")
     options: tuple[tuple[str, object], ...] = (("slices", slices),)
     options += (("dim", dim),) if dim != 1 else ()
     options += (("sequence", batch_spec_text(spec)),) if spec is not None else ()

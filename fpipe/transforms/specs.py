@@ -14,9 +14,10 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from fpipe.limits import parse_expression
+from fpipe.limits import checked_init, parse_expression
 
 
+@checked_init
 @dataclass(frozen=True)
 class Chunk:
     """A leaf is cut into rows along this dimension.
@@ -28,10 +29,6 @@ class Chunk:
     """
 
     dim: int = 0
-
-    def __post_init__(self) -> None:
-        if type(self.dim) is not int:
-            raise TypeError(f"Chunk(dim) takes a dimension as a whole number, found {self.dim!r}.")
 
 
 @dataclass(frozen=True)

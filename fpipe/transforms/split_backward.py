@@ -34,9 +34,6 @@ def split_backward(where: Choice | None = None) -> Transform:
     >>> print(fpipe.plot(fpipe.split_backward()(program)))
     rank 0 | 0F0 1F0 1I0 1W0 0I0 0W0
     """
-
-    if where is not None and not callable(where):
-        raise TypeError(f"where is f(stage, microbatch) -> bool or None, found {where!r}.")
     return as_transform(lambda program: rebuild(program, split_backwards(program.ops, where)))
 
 

@@ -54,8 +54,8 @@ def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:
     params[0,3] opt[0,3] = UPDATE[0,3] params[0,1] opt[0,1] sum[0,3] lr:1 {by='SGD'} @ 0
     """
     check_whole_number("steps", count)
-    if stale != "stash" and (type(stale) is not int or stale < 0):
-        raise ValueError(f"stale is a number from 0, or 'stash'; found {stale!r}.")
+    if stale != "stash":
+        check_whole_number("stale", stale, minimum=0)
 
     @as_transform
     def transform(program: Program) -> Program:

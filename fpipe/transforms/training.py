@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from fpipe.model import Model, Source, Stage, normalise_inputs, require_model
+from fpipe.model import Model, Source, Stage, normalise_inputs
 from fpipe.order import sort_outputs
 from fpipe.positional_stage import net_stage_of
 from fpipe.program import Input, Op, Output, Program, Value, with_buffer_names
@@ -34,8 +34,7 @@ def program(
     >>> print(fpipe.plot(fpipe.program(3)))
     rank 0 | 0F0 1F0 2F0 2B0 1B0 0B0
     """
-    if isinstance(model, bool) or not isinstance(model, int):
-        model = require_model(model, "program() takes a Model or a number of stages,")
+    if isinstance(model, Model):
         if inputs is not None:
             raise ValueError("inputs= goes with a number of stages; a Model already says what its stages take.")
     else:

@@ -9,7 +9,7 @@ not wait for the norm, and valid[,i] = VALIDATE norm[,i] says afterwards whether
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any, Literal
 
@@ -33,7 +33,8 @@ _Options = tuple[tuple[str, Any], ...]
 _SCALE_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _REFUSED = {"LBFGS": "calls the loss again and again within a step", "SparseAdam": "is of sparse gradients"}
 _RESERVED_SETTINGS = ("by", "clip", "groups")
-Groups = Mapping[str, Mapping[str, Any]] | Sequence[tuple[str, Mapping[str, Any]]]
+Pattern = str | tuple[str, ...] | Callable[[str, Any], bool]
+Groups = Mapping[str, Mapping[str, Any]] | Sequence[tuple[Pattern, Mapping[str, Any]]]
 _LR, _SCALE, _NORM = Value("lr"), Value("scale"), "norm"
 
 
@@ -45,6 +46,7 @@ def update(
     grads: bool = False,
     loss_scale: Literal["dynamic"] | Mapping[str, float] | None = None,
     groups: Groups | None = None,
+    params: Sequence[Any] = (),
     **settings: Any,
 ) -> Transform:
     """Update parameters in the program, by an optimizer's rule, as soon as the gradients of a stage are added up.
@@ -74,7 +76,9 @@ def update(
             {"weight_decay": 0.0}}`, or a list of such pairs. "*@2d" fits parameters of two dimensions. A group with a
             `rule` of its own takes none of the other settings: `{"*.weight@2d": {"rule": "Muon"}}`. `lr_scale`
             multiplies the learning rate. Names are those of a state_dict; of functions they are the keys on the way to
-            a leaf, with dots between.
+            a leaf, with dots between. In a list, a tuple of names may stand for a pattern, or `f(name, param) -> bool`,
+            which is asked once for each of `params`.
+        params: what a step takes, if there is such a function.
         settings: of the rule, such as weight_decay=0.1. An lr= here is that of all steps, and then no step takes one.
             A step may be handed other numbers too, where neither these nor its groups say them: `step(.., lr={"lr":
             3e-4, "weight_decay": 0.1})`.
@@ -105,7 +109,7 @@ def update(
     params[0] = params[0,1] @ 0
     params[1] = params[1,1] @ 1
     """
-    options = update_options(rule, clip, groups, settings)
+    options = update_options(rule, clip, groups, settings, params)
     if validate not in ("before", "after"):
         raise ValueError(f"validate is 'before' or 'after'; found {validate!r}.")
     clips = clip is not None and isfinite(clip)
@@ -161,11 +165,11 @@ def update(
 
 def _scale_options(loss_scale: Literal["dynamic"] | Mapping[str, float]) -> _Options:
     settings = {} if loss_scale == "dynamic" else loss_scale
-    if not isinstance(settings, Mapping) or not {*settings} <= {*_SCALE_SETTINGS}:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not {*settings} <= {*_SCALE_SETTINGS}:
         known_settings = ", ".join(_SCALE_SETTINGS)
         raise ValueError(f"loss_scale is 'dynamic', or a dict with some of {known_settings}; found {loss_scale!r}.")
     for setting, value in settings.items():
-        if isinstance(value, bool) or not value > 0:
+        if not value > 0:
             raise ValueError(f"{setting} of loss_scale= is a number above 0; found {value!r}.")
     return tuple((_SCALE_SETTINGS | dict(settings)).items())
 
@@ -243,17 +247,21 @@ def _refuse_unsuitable(program: Program, gradients: Sequence[Output]) -> None:
 
 
 def update_options(
-    rule: str | type[Any], clip: float | None, groups: Groups | None, settings: dict[str, Any]
+    rule: str | type[Any],
+    clip: float | None,
+    groups: Groups | None,
+    settings: dict[str, Any],
+    params: Sequence[Any] = (),
 ) -> _Options:
     """Return the checked options of an UPDATE; a program is data, so it names the rule."""
     name = _checked_rule(rule)
-    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if clip is not None and not clip > 0:
         raise ValueError(f"clip is a norm, a number above 0; found {clip!r}.")
     options: dict[str, Any] = {"by": name}
     if clip is not None:
         options["clip"] = float(clip) if isfinite(clip) else "inf"  # text: an infinite float is no literal
     rule_settings = _checked_settings(name, settings)
-    for pattern, group in _as_pairs(groups):
+    for pattern, group in groups.items() if isinstance(groups, Mapping) else groups or ():
         group_rule = group.get("rule")
         if group_rule is None:
             group_settings = _checked_settings(name, group, rule_settings)
@@ -263,7 +271,8 @@ def update_options(
             rate = {"lr": settings["lr"]} if "lr" in settings else {}
             typed = {setting: value for setting, value in group.items() if setting != "rule"}
             group_settings = (("by", group_name), *_checked_settings(group_name, rate | typed))
-        options["groups"] = (*options.get("groups", ()), (pattern, group_settings))
+        names = _names_that_fit(pattern, params) if callable(pattern) else pattern
+        options["groups"] = (*options.get("groups", ()), (names, group_settings))
     return (*options.items(), *rule_settings)
 
 
@@ -286,16 +295,17 @@ def _checked_rule(rule: Any) -> str:
     return name
 
 
-def _as_pairs(groups: Groups | None) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return groups as pairs of a pattern and its settings."""
-    pairs: list[Any] = [*groups.items()] if isinstance(groups, Mapping) else [*(groups or ())]
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], Mapping):  # pyright: ignore[reportUnknownArgumentType]
-            example = '{"*bias": {"weight_decay": 0.0}}'
-            raise ValueError(f"groups is {{pattern: settings}}, such as {example}; found {groups!r}.")
-        if not isinstance(pair[0], str):
-            raise ValueError("a program is text, and so is a group's pattern; '*@2d' fits all of two dimensions.")
-    return pairs
+def _names_that_fit(predicate: Callable[[str, Any], bool], params: Sequence[Any]) -> tuple[str, ...]:
+    """Return the names of parameters for which a function holds: a program is text, and names them."""
+    from fpipe.meaning.optimizers.optimizer_state import named_leaves
+
+    answers = {(name, bool(predicate(name, leaf))) for stage in params for name, leaf in named_leaves(stage)}
+    names = tuple(sorted(name for name, is_fit in answers if is_fit))
+    if not names:
+        raise ValueError("a function of groups= fits none of params=.")
+    for name in (name for name in names if (name, False) in answers):
+        raise ValueError(f"a function of groups= fits only one {name!r} of several.")
+    return names
 
 
 def _checked_settings(name: str, settings: Mapping[str, Any], common: _Options = ()) -> _Options:

@@ -76,7 +76,7 @@ def slicing_of(program: Program) -> SequenceSlicing:
     return SequenceSlicing(settings.get("slices", 1), settings.get("dim", 1), sequence_spec, row_spec)
 
 
-def join_specs_of(program: Program, batch: tuple[Any, Any]) -> JoinSpecs:
+def join_specs_of(program: Program, batch: Any) -> JoinSpecs:
     """Return how the results of the microbatches are joined."""
     merge_settings = (dict(op.options) for op in program.ops if op.kind == "MERGE" and op.reads[0].name != "inputs")
     settings = next(merge_settings, {})

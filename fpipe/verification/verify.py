@@ -64,7 +64,7 @@ def verify(
     program: Program,
     model: Model,
     params: Sequence[Any],
-    batch: tuple[Any, Any],
+    batch: tuple[Any, Any] | list[tuple[Any, Any]],
     *_spread: Any,
     step: Callable[..., Result] | None = None,
     state: Sequence[Any] | None = None,

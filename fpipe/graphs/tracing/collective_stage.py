@@ -270,12 +270,8 @@ def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
     exchange | ....1F0 1F1 ........1B0 ........1B1 ............
              0       2       4       6       8       10      12
     """
-    if kind not in COLLECTIVES:
-        raise ValueError(f"an exchange is one of {', '.join(map(repr, COLLECTIVES))}; found {kind!r}.")
-    if not isinstance(axis, str) or not axis:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not axis:
         raise ValueError(f"axis is the name of a dimension of the mesh, such as 'ep'; found {axis!r}.")
-    if not isinstance(sizes, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"sizes is True or False: whether x is (rows, .., sizes); found {sizes!r}.")
     if sizes and kind != "all_to_all":
         raise ValueError(f"sizes are those of an all-to-all, whose parts differ; found {kind!r} with sizes=True.")
     function = CollectiveStage(kind, axis, has_sizes=sizes)

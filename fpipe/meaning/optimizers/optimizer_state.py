@@ -46,7 +46,7 @@ class UpdateSettings(NamedTuple):
 
     rule: str
     clip: float | None
-    groups: tuple[tuple[str, RuleSettings], ...]
+    groups: tuple[tuple[str | tuple[str, ...], RuleSettings], ...]
     settings: RuleSettings
 
     def of(self, names: Sequence[str], leaves: Sequence[Any]) -> list[RuleSettings]:
@@ -69,12 +69,16 @@ class UpdateSettings(NamedTuple):
         return [self.settings, *(self.combined(group) for _, group in self.groups)]
 
 
-def fits(pattern: str, name: str, ndim: int | None) -> bool:
+def fits(pattern: str | tuple[str, ...], name: str, ndim: int | None) -> bool:
     """Whether a pattern fits a parameter: "*bias" by its name, "*@2d" by its dimensions too, if these are known.
+
+    A tuple lists names.
 
     >>> fits("*.weight@2d", "head.weight", 2), fits("*.weight@2d", "norm.weight", 1), fits("*bias", "head.bias", 1)
     (True, False, True)
     """
+    if isinstance(pattern, tuple):
+        return name in pattern
     stem, _, dimensions = pattern.rpartition("@")
     if stem and re.fullmatch(r"\dd", dimensions):
         return fnmatchcase(name, stem) and ndim in (None, int(dimensions[0]))
@@ -95,6 +99,12 @@ def find_update(program: Program) -> Op | None:
     if "find_update" not in program.__dict__:
         program.__dict__["find_update"] = next((op for op in program.ops if op.kind == "UPDATE"), None)
     return program.__dict__["find_update"]
+
+
+def named_leaves(params: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of the parameters of a stage with their names."""
+    leaves, spec = tree.flatten(params)
+    return [*zip(names_of_leaves(spec), leaves, strict=True)]
 
 
 def names_of_leaves(spec: tree.Spec) -> list[str]:

@@ -48,7 +48,7 @@ def register_update(name: str, apply: Apply, initial: Initial | None = None) -> 
         initial: `f(param) -> state`, a dict of tensors; by default {}.
 
     Raises:
-        ValueError: the name is torch.optim's or taken already, or `apply` or `initial` is no function.
+        ValueError: the name is torch.optim's or taken already.
 
     >>> import fpipe, torch
     >>> fpipe.register_update("SignSGD", lambda param, grad, state, lr: (param - lr * grad.sign(), state))
@@ -62,8 +62,6 @@ def register_update(name: str, apply: Apply, initial: Initial | None = None) -> 
     """
     if name in TORCH_RULES or name in RULES or not name.isidentifier():
         raise ValueError(f"a rule's name is a new word, which torch.optim has not; found {name!r}.")
-    if not callable(apply) or not (initial is None or callable(initial)):
-        raise ValueError("a rule is f(param, grad, state, *, lr, **settings) -> (param, state), its start f(param).")
     RULES[name] = Registered(apply, initial or _no_state)
 
 

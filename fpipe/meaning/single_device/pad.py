@@ -86,7 +86,7 @@ def _shape_of_positions(part: Any, dims: Sequence[int | None]) -> torch.Size:
     leaves = [(path, leaf, dim) for (path, leaf), dim in zip(named_leaves(part, BATCH), dims, strict=True)]
     shape_by_path = {path: leaf.shape[: dim + 1] for path, leaf, dim in leaves if dim is not None}
     if not shape_by_path:
-        raise ValueError("no tensor has the dimension to pad: say dim= or spec=.")
+        raise ValueError("no tensor has that dimension: say dim= or spec=.")
     first_path, first_shape = next(iter(shape_by_path.items()))
     for path, shape in shape_by_path.items():
         if shape[-1] != first_shape[-1]:

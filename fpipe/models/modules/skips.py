@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fpipe.graphs.tracing.marks import keep
+from fpipe.limits import checked_init
 from fpipe.model import Source
 
 
@@ -36,6 +37,7 @@ class _NamedSkip(nn.Module):
         )
 
 
+@checked_init
 class Stash(_NamedSkip):
     """Stash the value that passes, under a name, and pass it on unchanged.
 
@@ -44,6 +46,7 @@ class Stash(_NamedSkip):
     """
 
 
+@checked_init
 class Pop(_NamedSkip):
     """Pop a stashed value: `join(x, value)` goes on, by default the pair `(x, value)`. Several may pop one value.
 
@@ -59,9 +62,6 @@ class Pop(_NamedSkip):
         super().__init__(name)
         if isinstance(join, nn.Module):
             raise TypeError(f"the join of Pop({name!r}) is a function; put the module {type(join).__name__} behind it.")
-        join_argument: object = join
-        if join_argument is not None and not callable(join_argument):
-            raise TypeError(f"the join of Pop({name!r}) is f(x, value), found {join_argument!r}.")
         self.join = join
 
 

@@ -31,10 +31,6 @@ class FirstValues:
     """A maker of the first values of a net's leaves from a seed, by `init` or by the modules that have them."""
 
     def __init__(self, seed: int, init: Fill | None) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"seed is a whole number, found {seed!r}.")
-        if init is not None and not callable(init):  # pyright: ignore[reportUnnecessaryComparison]
-            raise TypeError(f"init= is a function of name and tensor, found {init!r}.")
         self.seed, self.init, self.rewritten_names = fold_in(seed), init, list[str]()
         # The module that was reset last, with its tensors after and before: leaves of one module follow each other.
         self._reset: tuple[Any, ModuleDicts, Mapping[str, tuple[Tensor, int]]] | None = None
@@ -147,15 +143,10 @@ def shard_params(params: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
     ((Shard(dim=0),), torch.Size([4, 3]))
     >>> dist.destroy_process_group()
     """
-    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not mesh.mesh_dim_names:
         raise TypeError(f"mesh is a DeviceMesh's dimension, such as mesh['dp']; found {mesh!r}.")
     if "pp" in mesh.mesh_dim_names:
         raise TypeError("dimension 'pp' of the mesh has the ranks of a program: hand in mesh['dp'], that of replicas.")
-    if isinstance(params, nn.Module | Tensor | Mapping):
-        raise TypeError(
-            f"params have one entry for each stage, as load_params or local_params gives them; found a "
-            f"{type(params).__name__}."
-        )
     return tuple(tree.tree_map(partial(_shard, mesh=mesh), stage) for stage in params)
 
 

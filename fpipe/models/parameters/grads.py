@@ -48,6 +48,8 @@ def assign_grads(params: Any, grads: Any, *, add: bool = False) -> None:
     """
     if are_gradients(params):
         raise ValueError("the first argument is a result's gradients: assign_grads(params, grads) takes params first.")
+    if isinstance(params, torch.optim.Optimizer):
+        raise TypeError(f"params are those of a step, or the net; found {type(params).__name__}.")
     if isinstance(params, nn.Module):
         params, grads = _pair_by_name(params, grads)
     path = tree.first_difference(params, grads)
@@ -96,7 +98,7 @@ def add_grads(total: Any, grads: Any) -> Any:
     ({'w': tensor([2., 2.]), 'frozen': None},)
     """
     for leaf in tree.leaves((total, grads)):
-        if leaf is not None and not isinstance(leaf, Tensor | int | float):
+        if leaf is not None and not isinstance(leaf, Tensor):
             raise TypeError(f"gradients are tensors, as Result.grads has them; found {type(leaf).__name__}.")
     path = tree.first_difference(total, grads)
     if path is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.model import Model, require_model
+from fpipe.model import Model, prefix_hint, require_model
 from fpipe.models.parameters.first_values import Fill, FirstValues
 from fpipe.models.parameters.params import local_params
 from fpipe.models.parameters.sources import TensorSource, source_of
@@ -209,6 +209,7 @@ def _names_in_source(
                 raise ValueError(
                     f"the source lacks {leaf[0]!r}, a parameter of {model.label_of(number)}; it has "
                     f"{_list_some(source.saved_tensors)}. Its names must be those of net.state_dict()."
+                    f"{prefix_hint(source.saved_tensors, leaf[0])}"
                 )
             net_tensor: Tensor = getattr(*run.home_of(leaf[0]))
             for name in names:
