@@ -105,6 +105,21 @@ class LossFunction(NamedTuple):
     door: str = "from_loss"
 
 
+class MeanLabels(NamedTuple):
+    """Labels of a batch over which torch's cross entropy takes the mean.
+
+    Attributes:
+        side, path: where they are, such as "target" and "['labels']".
+        ignored: the class that the mean leaves out.
+        weighs_classes: whether classes have weights, which the mean divides by.
+    """
+
+    side: str
+    path: str
+    ignored: int
+    weighs_classes: bool
+
+
 class DerivedReport(NamedTuple):
     """The report of a model derived from another: how it was derived, and the report of the original."""
 
@@ -136,8 +151,7 @@ class Model(HtmlRepr):
             `fpipe.per_example` makes it.
         leaf_order: names of the parameters that train in the order of the net's `named_parameters()`, in which norms
             are stacked; parameters of functions come stage by stage.
-        labels: of a net that computes its cross entropy, the path of the labels among its inputs and the class that it
-            ignores.
+        labels: of a net that computes its mean cross entropy, which of its inputs are the labels.
         report: where the net's parts are, if a front door knows: the model prints as it.
         fingerprint: what modules held when a front door made the model; it refuses to go on where that has changed.
 
@@ -158,7 +172,7 @@ class Model(HtmlRepr):
     function: LossFunction | None = None
     per_example: bool = False
     leaf_order: tuple[str, ...] = ()
-    labels: tuple[str, int] | None = field(default=None, repr=False)
+    labels: MeanLabels | None = field(default=None, repr=False)
     report: Any = field(default=None, compare=False, repr=False)
     fingerprint: Any = field(default=None, compare=False, repr=False)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.runtimes.audit.stage_audit import StageAudit
-from fpipe.runtimes.audit.tensor_bits import largest_error, largest_magnitude, refuse_wrong_replay
+from fpipe.runtimes.audit.tensor_bits import largest_error, largest_magnitude, may_be_rounding, refuse_wrong_replay
 from fpipe.runtimes.lowering import instructions
 from tests.processes import Processes
 
@@ -501,6 +501,21 @@ def test_audit_allows_rounding_next_to_infinite_numbers():
         c = b.clone()
         c[position] = 0.0
         assert largest_error(a, c) > 1e300
+        assert not may_be_rounding(a, c, [c])
+    # Compiled code used to be accused of NaN where the definition gives inf, such as inf - inf by another order of ops.
+    assert may_be_rounding(a, torch.tensor([1.0, float("nan"), -float("inf"), float("inf"), 100.0]), [b])
+
+
+class Overflowing(nn.Module):
+    """Overflow the range of float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (200 * x.abs() + 100).exp()
+
+
+def test_a_diverged_training_passes_the_audit():
+    """An infinite loss was accused of not being that of the net, which was infinite too."""
+    Trainer(cut_graphs(nn.Sequential(nn.Linear(4, 4), Overflowing())))()
 
 
 class SkipsNegative(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
+from fpipe.meaning.single_device.microbatch import cut
 from fpipe.tree import leaves
 from tests.refusals import refusals
 
@@ -383,6 +384,7 @@ def step_on(target: Tensor, loss: Any, reduction: Any = "mean", microbatches: in
         (UNEVEN.where(UNEVEN >= 0, 4), partial(entropy, ignore_index=4), 4),
         (UNEVEN.where(UNEVEN >= 0, 4), lambda y, t: entropy(y, t, ignore_index=4), 4),
         (UNEVEN.where(UNEVEN >= 0, -1), lambda y, t: entropy(y, t.int().long(), ignore_index=-1), -1),
+        (UNEVEN, lambda y, t: entropy(y, t, reduction="sum") / (t != -100).sum(), -100),
     ],
 )
 def test_padded_labels_under_a_mean_warn_at_the_first_step(target: Tensor, loss: Any, ignored_class: int):
@@ -401,10 +403,35 @@ def test_padded_labels_under_a_mean_warn_at_the_first_step(target: Tensor, loss:
         (UNEVEN, entropy, {"microbatches": 1}),
         (UNEVEN, lambda y, t: (entropy(y, t, reduction="sum"), (t != -100).sum()), {"reduction": "count"}),
         (UNEVEN, partial(entropy, reduction="sum"), {"reduction": "sum"}),
+        # These used to warn too, since any whole numbers of -100 counted as labels.
+        (UNEVEN, lambda y, t: entropy(y, t, reduction="sum") / t.numel(), {}),
+        (UNEVEN, lambda y, t: entropy(y, t, reduction="none").mean(), {}),
+        (UNEVEN, lambda y, t: (y.sum(-1) - t).square().mean(), {}),
+        (IDS.roll(1, 1), partial(entropy, weight=torch.arange(5.0)), {"microbatches": 1}),
+        (IDS[:1].expand(4, -1), partial(entropy, weight=torch.arange(5.0)), {}),
     ],
 )
 def test_labels_that_a_mean_weighs_equally_do_not_warn(target: Tensor, loss: Any, options: Any):
     step_on(target, loss, **options)
+
+
+@pytest.mark.parametrize("presplit", [False, True])
+@pytest.mark.parametrize("has_own_loss", [False, True])
+def test_weights_of_classes_under_a_mean_warn(has_own_loss: bool, presplit: bool):
+    """A weighted mean divides by the weights of a microbatch's labels; nothing used to say so."""
+    split_and_merge = fpipe.chain(fpipe.split(2, presplit=presplit), fpipe.merge())
+    loss = partial(entropy, weight=torch.arange(1.0, 6.0))
+    side = "inputs['labels']" if has_own_loss else "target"
+    parts = "microbatches" if presplit else "rows"
+    net = NetWithLoss(loss=loss) if has_own_loss else NetWithLoss().blocks
+    batch: Any = ({"ids": IDS, "labels": IDS}, None) if has_own_loss else (IDS, IDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a net that computes its loss warns at the cut
+        model, params, _ = fpipe.from_module(net, 2, example=batch, loss=None if has_own_loss else loss)
+    batch = [cut(batch, index, 2)[0] for index in range(2)] if presplit else batch
+    step = fpipe.build(split_and_merge(fpipe.program(model)), model)
+    with pytest.warns(UserWarning, match=re.escape(f"{side} holds classes that the loss weighs in some {parts} more")):
+        step(params, batch)
 
 
 @pytest.mark.parametrize("as_pairs", [False, True])
@@ -437,14 +464,14 @@ def test_a_class_that_only_the_code_of_a_loss_ignores_is_found_in_presplit_steps
 class NetWithLoss(nn.Module):
     """A net that computes its loss, like models of transformers: over all labels of a step if given their number."""
 
-    def __init__(self, p: float = 0.0, ignored_class: int = -100) -> None:
+    def __init__(self, p: float = 0.0, ignored_class: int = -100, loss: Any = entropy) -> None:
         super().__init__()
-        self.ignored_class = ignored_class
+        self.ignored_class, self.loss = ignored_class, loss
         self.blocks = nn.Sequential(nn.Embedding(5, 8), nn.Dropout(p), nn.Linear(8, 8), nn.Linear(8, 5))
 
     def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         label_reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = entropy(self.blocks(ids), labels, reduction=label_reduction, ignore_index=self.ignored_class)
+        loss = self.loss(self.blocks(ids), labels, reduction=label_reduction, ignore_index=self.ignored_class)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
@@ -494,11 +521,3 @@ def test_verify_notes_padded_labels_under_dropout(labels: Tensor):
     notes = fpipe.verify(program, model, params, (inputs, None), key=0).notes
     text = "inputs['labels'] holds -100, a class that the loss does not count, in some rows more often than in others"
     assert [note[: len(text)] for note in notes] == [text] * (labels is UNEVEN)
-
-
-def test_a_loss_that_ignores_no_class_is_not_searched_for_padding():
-    """Used to end in an AttributeError: labels were compared with the class None."""
-    x, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
-    model, params, _ = fpipe.from_module(nn.Linear(3, 3), 1, example=(x, labels), loss=nn.MultiMarginLoss())
-    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
-    assert torch.isfinite(step(params, (x, labels)).loss)

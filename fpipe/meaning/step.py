@@ -18,9 +18,10 @@ from fpipe import tree
 from fpipe.meaning.optimizers.optimizer_state import find_update, rates_by_step, update_settings
 from fpipe.meaning.purity.ambient import autocast_as, refuse_unsupported_modes
 from fpipe.meaning.purity.keys import fold_in
-from fpipe.meaning.single_device.params_and_state import describe_padding, refuse_extra_arguments
+from fpipe.meaning.single_device.label_means import describe_padding
+from fpipe.meaning.single_device.params_and_state import refuse_extra_arguments
 from fpipe.meaning.single_device.result import Result
-from fpipe.model import Model
+from fpipe.model import MeanLabels, Model
 from fpipe.program import Program
 from fpipe.torch_internals import warn
 from fpipe.transforms.update import is_post_validated, with_waiting_updates
@@ -146,23 +147,15 @@ class Step:
             refuse_unsupported_modes()
             keys = check_key(self._program, extra, key)
             tree.register_mappings(batch)
-            warns = self.warns and not warn_of_padding(self._program, self._model, batch, self._model.labels)
-            self.warns = False
+            warns, self.warns = self.warns, False
             return self.run(StepInputs(params, batch, state, check_optim(self._program, opt, lr, scale), keys, warns))
 
 
-def warn_of_padding(program: Program, model: Model, batch: Any, labels: tuple[str, int] | None = None) -> bool:
-    """Warn if the loss ignores labels and the means of microbatches are averaged: that is not the batch's mean.
-
-    Args:
-        labels: the path of the labels in the batch and the ignored class, if they are known.
-
-    Returns:
-        Whether it warned.
-    """
+def warn_of_padding(program: Program, model: Model, batch: Any, labels: MeanLabels) -> None:
+    """Warn if means over the labels of microbatches are averaged where that is not the mean of the batch."""
     split_settings = next((dict(op.options) for op in program.ops if op.kind == "SPLIT"), {})
     if model.reduction != "mean" or (program.microbatches == program.steps and "axis" not in split_settings):
-        return False
+        return
     presplit = "presplit" in split_settings
     batches: list[Any] = batch if program.steps > 1 and isinstance(batch, list) else [batch]
     for step_batch in batches:
@@ -171,11 +164,10 @@ def warn_of_padding(program: Program, model: Model, batch: Any, labels: tuple[st
             pair = tuple(zip(*step_batch, strict=True))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         if not _is_pair(pair):
             continue  # a wrong batch, which the step refuses
-        warning = describe_padding(model.loss, pair, labels, presplit=presplit)  # pyright: ignore[reportUnknownArgumentType]
+        warning = describe_padding(labels, pair, presplit=presplit)  # pyright: ignore[reportUnknownArgumentType]
         if warning:
             warn(warning, stacklevel=3)
-            return True
-    return False
+            return
 
 
 def _is_pair(batch: Any) -> bool:

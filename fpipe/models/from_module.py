@@ -24,9 +24,10 @@ from fpipe.meaning.purity.ambient import refuse_unsupported_modes
 from fpipe.meaning.purity.attributes import warn_of_compiled
 from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.meaning.purity.outputs import with_rows_named
+from fpipe.meaning.single_device.label_means import IGNORED, MEAN, describe_padding
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
-from fpipe.meaning.single_device.params_and_state import IGNORED, check_batch, describe_padding
-from fpipe.model import LossFunction, Model, Reduction, Stage
+from fpipe.meaning.single_device.params_and_state import check_batch
+from fpipe.model import LossFunction, MeanLabels, Model, Reduction, Stage
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_net import CutNet, CutReport, with_untrained
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, reads_written_buffer
@@ -126,7 +127,7 @@ def from_module(
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
     result = graph.output if loss is not None else _loss_of(graph.output)
     labels = None if loss is not None else _labels_of(graph, _inputs(graph, batch[0]))
-    message = describe_padding(loss, batch, labels) if reduction == "mean" else ""
+    message = describe_padding(labels, batch) if labels and reduction == "mean" else ""
     if message:
         warn(message, stacklevel=2)
     # 3) Cut the graph at the marks into stage functions, and make a model of them.
@@ -235,17 +236,18 @@ def _warn_of_fixed_rows(guard: BatchGuard) -> None:
         )
 
 
-def _labels_of(graph: NetGraph, inputs: Any) -> tuple[str, int] | None:
-    """Return the path of the labels of the net's cross entropy among the inputs, and its ignore_index."""
+def _labels_of(graph: NetGraph, inputs: Any) -> MeanLabels | None:
+    """Return which inputs are the labels of the net's mean cross entropy."""
     path_by_node = {leaf: path for path, leaf in tree.paths(inputs) if isinstance(leaf, fx.Node)}
     for node in (node for node in graph.module.graph.nodes if node.target in _CROSS_ENTROPIES):
         # Labels are shifted, flattened and cast on their way: ops whose first argument is the tensor itself. The way of
         # labels that the net makes, as by torch.arange, ends in a number.
-        labels: Any = node.args[1]
+        arguments: Any = *node.args, *(None, MEAN, IGNORED)[len(node.args) - 2 :]
+        _, labels, weight, reduction, ignored = arguments[:5]
         while isinstance(labels, fx.Node) and labels not in path_by_node:
             labels = labels.args[0] if labels.args else None
-        if isinstance(labels, fx.Node):
-            return path_by_node[labels], node.args[4] if len(node.args) > 4 else IGNORED  # pyright: ignore[reportReturnType]
+        if reduction == MEAN and isinstance(labels, fx.Node):
+            return MeanLabels("inputs", path_by_node[labels], ignored, weight is not None)
     return None
 
 

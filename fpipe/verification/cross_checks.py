@@ -20,10 +20,11 @@ from fpipe import tree
 from fpipe.meaning.purity.ambient import ambient_eps, outside_autocast
 from fpipe.meaning.purity.attributes import AttributeSnapshot, CallCounter
 from fpipe.meaning.purity.outputs import split_loss
+from fpipe.meaning.single_device.label_means import describe_padding
 from fpipe.meaning.single_device.microbatch import join
 from fpipe.meaning.single_device.microbatch_graph import add_optional
 from fpipe.meaning.single_device.microbatch_sums import sum_over_microbatches
-from fpipe.meaning.single_device.params_and_state import describe_padding, trainable_leaves
+from fpipe.meaning.single_device.params_and_state import trainable_leaves
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import LossFunction, Model, Stage
 from fpipe.verification.reference_settings import StepArguments
@@ -38,6 +39,7 @@ from fpipe.verification.report import (
     means_agree_to_rounding,
     relative_distance,
     rounding_tolerance,
+    to_dense,
 )
 
 _COUNT_ADVICE = 'where some rows do not count, return (total, count) and say reduction="count".'
@@ -90,7 +92,7 @@ def compare_undivided(
         return report_with(cause, differs=True)
     # 3. Say what differs, and the likeliest cause.
     losses_agree = means_agree_to_rounding(microbatch_result.loss, loss, precision.eps)
-    padding = describe_padding(model.loss, arguments.batch, model.labels) if model.reduction == "mean" else ""
+    padding = describe_padding(model.labels, arguments.batch) if model.labels and model.reduction == "mean" else ""
     if reasons and loss_of_outputs is None and padding:
         return report_with(padding, differs=True)
     if reasons and (loss_of_outputs is None or losses_agree):
@@ -308,6 +310,9 @@ def _grads_of_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | No
 
 
 def _agree_to_rounding(actual: Tensor, expected: Tensor, eps: float) -> bool:
-    return relative_distance(actual, expected) <= max(rounding_tolerance(actual, expected), eps**0.5) or bool(
-        torch.isnan(actual).any() and torch.isnan(expected).any()
-    )
+    """Return whether the same numbers of two tensors are finite, and agree but for rounding."""
+    actual, expected = to_dense(actual), to_dense(expected)
+    is_finite = actual.isfinite()
+    distance = relative_distance(actual[is_finite], expected[is_finite])
+    is_close = distance <= max(rounding_tolerance(actual, expected), eps**0.5)
+    return is_close and torch.equal(is_finite, expected.isfinite())

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.meaning.single_device.label_means import IGNORED
 from fpipe.meaning.single_device.microbatch import BATCH, cut_dims, named_leaves
-from fpipe.meaning.single_device.params_and_state import IGNORED
 
 
 class Padded(NamedTuple):

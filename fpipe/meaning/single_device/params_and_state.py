@@ -6,22 +6,15 @@ params[0]: {"0.weight": w}, params[1]: {"1.w": v}        --> check_params -->   
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from fractions import Fraction
-from functools import partial
-from inspect import signature
-from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.purity.attributes import modules_of
-from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
+from fpipe.meaning.purity.sharded import refuse_sharded
 from fpipe.meaning.single_device.microbatch import BATCH, named_leaves, rows_by_leaf
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
-from fpipe.torch_internals import is_fake
 
 
 def check_params(model: Model, params: Any) -> Sequence[Any]:
@@ -267,79 +260,6 @@ def refuse_lost_gradients(inputs: Any, target: Any, remedy: str) -> None:
                 raise ValueError(
                     f"{name}{path} requires a gradient, which would be lost: {advice}hand in its .detach()."
                 )
-
-
-IGNORED = -100
-"""The class that torch's losses ignore by default."""
-
-
-def describe_padding(loss: Any, batch: Any, labels: tuple[str, int] | None = None, *, presplit: bool = False) -> str:
-    """Return a warning if rows have different numbers of labels that the loss ignores, else "".
-
-    The mean over microbatches of their means is then not the mean over the batch's labels.
-
-    Args:
-        loss: the model's loss; None if the net computes it from labels among its inputs.
-        batch: inputs and target; of a batch that is split already two lists, with one entry for each microbatch.
-        labels: the path of the labels in the target, or the inputs, and the ignored class, if they are known.
-        presplit: whether the batch is split already; then microbatches are compared, not rows.
-    """
-    name, side = ("inputs", 0) if loss is None else ("target", 1)
-    labels_path, ignored = labels or (None, _ignored_class(loss))
-    if ignored is None:
-        return ""
-    remedy = (
-        "hand in num_items_in_batch, a tensor with the number of labels of the whole batch, and say reduction='sum'"
-        if loss is None
-        else "return (total, count) and say reduction='count'"
-    )
-    if presplit and not isinstance(batch[side], list | tuple):
-        return ""
-    parts = [[*tree.paths(part)] for part in (batch[side] if presplit else [batch[side]])]
-    for leaves in zip(*parts, strict=False):
-        path, leaves_of_parts = leaves[0][0], [leaf for _, leaf in leaves]
-        if labels_path not in (None, path) or not all(map(_may_be_labels, leaves_of_parts)):
-            continue
-        if presplit:
-            # A mean weighs microbatches by their rows: it is right where all count equally many labels for each row.
-            differ = len({Fraction(int((leaf != ignored).sum()), len(leaf)) for leaf in leaves_of_parts}) > 1
-            differ = differ and any(bool((leaf == ignored).any()) for leaf in leaves_of_parts)
-        else:
-            # Ignored labels of each row: if all rows have equally many, all microbatches' means weigh alike.
-            counts = (leaves_of_parts[0] == ignored).reshape(len(leaves_of_parts[0]), -1).sum(1)
-            differ = bool((counts != counts[0]).any())
-        if differ:
-            return (
-                f"{name}{path} holds {ignored}, a class that the loss does not count, in some "
-                f"{'microbatches' if presplit else 'rows'} more often than in others: with reduction='mean' the loss "
-                f"is a mean of the microbatches' means. For that of all labels {remedy}."
-            )
-    return ""
-
-
-def _may_be_labels(leaf: Any) -> bool:
-    """Whether a leaf holds whole numbers that can be looked at."""
-    if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.dtype not in _CLASSES:
-        return False
-    return not (leaf.is_meta or leaf.is_nested or is_fake(leaf) or is_sharded(leaf)) and leaf.numel() > 0
-
-
-_CLASSES = (torch.int64, torch.int32, torch.int16, torch.int8)
-
-
-def _ignored_class(loss: Any) -> int | None:
-    """Return the class that a loss ignores; None for a loss of torch's that counts all."""
-    # A partial sets ignore_index by keyword, torch's modules have it as an attribute. A function of the user's may
-    # ignore torch's default class anywhere inside.
-    while isinstance(loss, partial):
-        if "ignore_index" in loss.keywords:
-            return loss.keywords["ignore_index"]
-        loss = loss.func
-    modules = [loss, *(module for _, module in modules_of(loss))]
-    ignored_indices = (getattr(module, "ignore_index", None) for module in modules)
-    is_torchs = (loss if isinstance(loss, FunctionType) else type(loss)).__module__.startswith("torch.")
-    counts_all = is_torchs and not (callable(loss) and "ignore_index" in signature(loss).parameters)
-    return next((index for index in ignored_indices if isinstance(index, int)), None if counts_all else IGNORED)
 
 
 def refuse_meta(remedy: str, **pytree_by_name: Any) -> None:

@@ -222,7 +222,7 @@ class StageAudit:
                         difference = f"is off by up to {error:.3g} from what its definition gives now."
                         yield (
                             f"{self._describe_leaf(value, index)} {difference}",
-                            may_be_rounding(error, actual, expected, autocast_eps),
+                            may_be_rounding(actual, defined, expected, autocast_eps),
                         )
                 elif isinstance(actual, Tensor) or isinstance(defined, Tensor) or repr(actual) != repr(defined):
                     description, defined_shown = (

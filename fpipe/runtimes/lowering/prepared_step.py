@@ -20,9 +20,10 @@ from fpipe.meaning.meaning import check_and_measure_batch
 from fpipe.meaning.purity.ambient import raw_ops
 from fpipe.meaning.purity.sharded import local_shard
 from fpipe.meaning.recorder import Notes, RecordedRow, Recorder
+from fpipe.meaning.single_device.label_means import MEAN
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs, StepOptions, warn_of_padding
-from fpipe.model import Model
+from fpipe.model import MeanLabels, Model
 from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.host_lanes import lanes_of, made_async
 from fpipe.runtimes.lowering.lane import See, Watch
@@ -42,7 +43,7 @@ from fpipe.runtimes.lowering.stage_calls import UntracedStages
 from fpipe.torch_internals import storage_of
 
 _MEANS_OVER_LABELS: Any = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
-_MEAN = 1  # torch's number of reduction="mean"
+_DIVIDE, _DIFFER = torch.ops.aten.div.Tensor, torch.ops.aten.ne.Scalar
 _TARGETS = ("t", "target")
 DONATED_PARAMS_OVERWRITTEN = (
     "params and opt were donated to this step, and are overwritten in part: load them from a checkpoint."
@@ -179,7 +180,8 @@ class PreparedStep:
         """Raise an error if a tensor of a module that graphs hold has been replaced; warn of padding, once."""
         if self.model.fingerprint is not None:
             self.model.fingerprint.refuse_rebound(self.homes)
-        for labels in self._ignored_labels() if inputs.warns else ():
+        known_labels = self.model.labels
+        for labels in ([known_labels] if known_labels else self._labels_of_loss()) if inputs.warns else ():
             warn_of_padding(self.program, self.model, inputs.batch, labels)
 
     def _notes(self, recorded: Program, leaves: Sequence[Any], slots: Slots) -> Notes:
@@ -191,9 +193,9 @@ class PreparedStep:
         constants = [leaf for slot, _ in self.entrance.constants for leaf in slots[slot]]
         return self.recorder.begin([*leaves, *constants, *_constant_leaves(self.lowered)])
 
-    def _ignored_labels(self) -> list[tuple[str, int]]:
-        """Return the path in the target and the ignored class of each mean over labels in the trace of the loss."""
-        labels: list[tuple[str, int]] = []
+    def _labels_of_loss(self) -> list[MeanLabels]:
+        """Return which leaves of the target are labels of a mean in the trace of the loss."""
+        labels: list[MeanLabels] = []
         ops = (instruction.ops[0] for instruction in self.instructions)
         # A microbatch's target, since a batch may be split already, or be one of several.
         target = next((value for op in ops if op.kind == "F" for value in op.reads if value.name in _TARGETS), None)
@@ -201,13 +203,21 @@ class PreparedStep:
         for graph in self.lowered.graphs.get(None, ()):
             nodes = {node.name: node for node in graph.nodes}
             index_by_name = {name: index for index, name in enumerate(graph.reads.get("target", ()))}
-            for node in (node for node in graph.nodes if node.op in _MEANS_OVER_LABELS and node.args[3] == _MEAN):
+            # A mean of the user's divides by the number of labels that are not of a class.
+            divisors = graph.ops_needed_by(node.args[1] for node in graph.nodes if node.op is _DIVIDE)
+            for node in graph.nodes:
+                if node.op in _MEANS_OVER_LABELS and node.args[3] == MEAN:
+                    name, ignored, weighs_classes = node.args[1], node.args[4], node.args[2] is not None
+                elif node.op is _DIFFER and node.name in divisors:
+                    name, ignored, weighs_classes = *node.args, False
+                else:
+                    continue
                 # Labels are flattened and cast on their way, by ops whose first argument they are.
-                name = node.args[1]
                 while name in nodes and nodes[name].args:
                     name = nodes[name].args[0]
                 if name in index_by_name:
-                    labels.append((paths[index_by_name[name]][0], node.args[4]))
+                    path, _ = paths[index_by_name[name]]
+                    labels.append(MeanLabels("target", path, ignored, weighs_classes))
         return labels
 
     @property
