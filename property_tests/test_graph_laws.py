@@ -13,8 +13,8 @@ from fpipe.tree import leaves, tree_map
 from property_tests.chains import Run, runs
 from property_tests.strategies import max_examples, nets
 from tests.fake_accelerator import COMPILER, reports_of
+from tests.fake_accelerator.device_processes import processes_with_device
 from tests.fake_accelerator.graph_scenarios import counted_replays, on_device
-from tests.fake_accelerator.processes import processes_with_device
 from tests.fake_accelerator.scenarios import differing_bits
 from tests.processes import Processes
 

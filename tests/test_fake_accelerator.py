@@ -13,10 +13,10 @@ import pytest
 
 import fpipe
 from tests.fake_accelerator import COMPILER
+from tests.fake_accelerator.device_processes import fixture_of
 from tests.fake_accelerator.graph_scenarios import GRAPH_SCENARIOS
 from tests.fake_accelerator.mutations import Wait, find_waits, without_wait
 from tests.fake_accelerator.process_scenarios import PROCESS_SCENARIOS
-from tests.fake_accelerator.processes import fixture_of
 from tests.fake_accelerator.scenarios import SCENARIOS, pipeline_of, schedules, timeline_of
 from tests.processes import Processes
 

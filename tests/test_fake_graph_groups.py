@@ -15,8 +15,8 @@ from torch import Tensor
 from fpipe.torch_private.processes import coalesce
 from tests.fake_accelerator import COMPILER, capture_call, reports_of
 from tests.fake_accelerator.captures import captured, captured_of, new_graph, new_ones
+from tests.fake_accelerator.device_processes import fixture_of
 from tests.fake_accelerator.group import NAME
-from tests.fake_accelerator.processes import fixture_of
 from tests.processes import Processes
 
 pytestmark = [

@@ -20,7 +20,7 @@ from tests.fake_accelerator.captures import (
     new_ones,
     suppress_errors,
 )
-from tests.fake_accelerator.processes import fixture_of
+from tests.fake_accelerator.device_processes import fixture_of
 from tests.processes import Processes
 
 pytestmark = [

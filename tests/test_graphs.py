@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.meaning.optimizers.rules import refuse_uncapturable_rule
 from tests.fake_accelerator import COMPILER
+from tests.fake_accelerator.device_processes import fixture_of
 from tests.fake_accelerator.graph_scenarios import DEVICE, GPIPE, batches_of, on_device
 from tests.fake_accelerator.model_graph_scenarios import MODEL_GRAPH_SCENARIOS
-from tests.fake_accelerator.processes import fixture_of
 from tests.fake_accelerator.scenarios import WIDTH, squares
 from tests.processes import Processes
 

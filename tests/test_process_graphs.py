@@ -15,12 +15,12 @@ from torch import Tensor
 
 import fpipe
 from tests.fake_accelerator import COMPILER, Graph, capture_call
+from tests.fake_accelerator.device_processes import fixture_of
 from tests.fake_accelerator.graph_scenarios import STEPS
 from tests.fake_accelerator.group import OrderedGroup
 from tests.fake_accelerator.mutations import Wait, without_wait
 from tests.fake_accelerator.process_graph_scenarios import PROCESS_GRAPH_SCENARIOS, batches_on
 from tests.fake_accelerator.process_scenarios import mesh_of_two
-from tests.fake_accelerator.processes import fixture_of
 from tests.fake_accelerator.scenarios import PARTS, WIDTH, net_of, pipeline_of, schedules, squares
 from tests.processes import Processes
 

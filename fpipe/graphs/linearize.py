@@ -23,7 +23,7 @@ from fpipe import tree
 from fpipe.graphs.compiling.code import compile_graph, source
 from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.language.graph import Graph, Name, aval_of_tensor
-from fpipe.graphs.tracing.stage_call import Spec, StageCall, aval_with_grad, wants_grad
+from fpipe.graphs.tracing.stage_call import Spec, StageCall, aval_wants_grad, aval_with_grad
 from fpipe.graphs.tracing.trace_cache import Traces
 from fpipe.meaning.purity.ambient import Untraceable, raw_ops
 from fpipe.meaning.purity.sharded import as_dtensor_like, local_shard
@@ -194,7 +194,7 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
     call = StageCall(0, reads, tuple(specs.items()), autograd_leaves=("x",))
     try:
         outline = traces.outline(call)
-        dy = tuple(leaf._replace(wants_grad=False) if wants_grad(leaf) else None for leaf in outline.avals("y"))
+        dy = tuple(leaf._replace(wants_grad=False) if aval_wants_grad(leaf) else None for leaf in outline.avals("y"))
         all_leaves = tuple(range(len(dict(reads)["x"])))
         graph = traces.graph(call, {"dy": dy})
         if graph.generator_devices:

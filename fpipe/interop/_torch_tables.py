@@ -68,7 +68,7 @@ Table = str | Path | Mapping[int, Sequence[object]]
 """CSV text, the path of a CSV file, or the `pipeline_order` of one of torch's schedules."""
 
 
-def read_table(table: Table, format: Format | None) -> list[list[Cell]]:
+def read_torch_table(table: Table, format: Format | None) -> list[list[Cell]]:
     """Return the cells of each rank without the idle ones, checked: each op once, stages and microbatches 0..n-1."""
     if format not in (None, "compute_only", "compute_comms"):
         raise ValueError(f"format is 'compute_only' or 'compute_comms', found {format!r}.")

@@ -30,7 +30,7 @@ from fpipe.interop._torch_tables import (
     cells_by_tick,
     cells_with_transfers,
     matching_receive,
-    read_table,
+    read_torch_table,
     refuse_unsupported_ops,
     sends_of,
 )
@@ -84,7 +84,7 @@ def from_csv(table: Table, *, format: Format | None = None) -> Program:
     >>> from_csv(to_csv(program)) == program
     True
     """
-    rows = read_table(table, format)
+    rows = read_torch_table(table, format)
     forwards = [("F", action.stage, action.microbatch, None) for _, action in actions_of(rows, ("F",))]
     stages, microbatches, _ = sizes_of(forwards)
     return chain(split(microbatches), merge(), _as_transform(rows, format))(base_program(stages))
@@ -101,7 +101,7 @@ def schedule(table: Table, *, format: Format | None = None) -> Transform:
     >>> fpipe.chain(fpipe.split_backward(), order)(fpipe.program(2)).table()
     [['0F0', '0I0', '0W0'], ['1F0', '1I0', '1W0']]
     """
-    return _as_transform(read_table(table, format), format)
+    return _as_transform(read_torch_table(table, format), format)
 
 
 def _as_transform(rows: list[list[Cell]], format: Format | None) -> Transform:
@@ -147,7 +147,7 @@ def gathers(table: Table) -> Callable[[Op], object]:
     [0, 1, 0]
     """
     gather_number: dict[tuple[str, int | None, int | None], int] = {}
-    for row in read_table(table, None):
+    for row in read_torch_table(table, None):
         gather_counts, gathered = Counter[int](), set[int]()
         for cell in row:
             for action in cell.actions:

@@ -47,7 +47,7 @@ from fpipe.torch_internals import warn
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.communicate import communicate
 from fpipe.transforms.merge import merge
-from fpipe.transforms.shard import is_sharded
+from fpipe.transforms.shard import gathers_params
 from fpipe.transforms.split import split
 from fpipe.transforms.training import program as base_program
 
@@ -263,7 +263,7 @@ class MeasuredModel:
     def with_bytes(self, costs: Costs, program: Program, replicas: int = 1) -> Costs:
         """Add the bytes of a program's values to its costs, with parameters that travel or are gathered."""
         # In a sharded program `sizes` counts gathered parameters itself.
-        has_shards = is_sharded(program)
+        has_shards = gathers_params(program)
         replica_count = replicas if has_shards else 1
         byte_sizes = sizes(program, self.model, self.params, self.batch, state=self.state, replicas=replica_count)
         return replace(costs, bytes=byte_sizes if has_shards else _SizesWithParams(byte_sizes))

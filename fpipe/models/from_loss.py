@@ -36,7 +36,7 @@ from fpipe.model import LossFunction, Model, Reduction, unsuitable_signature
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import Subgraph
 from fpipe.models.cutting.cut_net import CutNet
-from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, has_effect
+from fpipe.models.cutting.marked_graph import MarkedGraph, has_effect, node_draws_random
 from fpipe.models.exporting.net_graph import NetTensors, without_checkpoints
 from fpipe.models.exporting.node_contexts import autocast_eps, restored_on_error
 from fpipe.models.exporting.source_locations import location_of
@@ -109,7 +109,7 @@ class LossPart:
     def _refuse_random_numbers_after_loss(self) -> None:
         """Raise ValueError if loss_fn draws random numbers for the loss before others of the last stage."""
         # The stage runs before the loss and would draw first, so the numbers would be others than those of loss_fn.
-        for previous_node, node in pairwise(node for node in self.marked.stage_of if draws_random(node)):
+        for previous_node, node in pairwise(node for node in self.marked.stage_of if node_draws_random(node)):
             if previous_node in self.loss_nodes and node not in self.loss_nodes:
                 raise ValueError(
                     f"{previous_node.name} draws random numbers for the loss, and {node.name} later for a stage. Draw "

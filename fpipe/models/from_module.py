@@ -30,7 +30,7 @@ from fpipe.meaning.single_device.params_and_state import check_batch
 from fpipe.model import LossFunction, MeanLabels, Model, Reduction, Stage
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_net import CutNet, CutReport, with_untrained
-from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, reads_written_buffer
+from fpipe.models.cutting.marked_graph import MarkedGraph, node_draws_random, reads_written_buffer
 from fpipe.models.cutting.place_cuts import as_exchange, place_cuts
 from fpipe.models.exporting.module_calls import NetFunction
 from fpipe.models.exporting.net_graph import NetGraph, read_graph, tensors_of
@@ -169,7 +169,7 @@ def from_module(
         arguments |= {"reduction": reduction, "aux": aux, "cut_collectives": cut_collectives}
         # Each stage seeds torch where it begins. The whole net is seeded where its blocks are, and so cannot draw
         # the numbers of stages that begin at a collective, in the middle of a block.
-        draws_elsewhere = plan.exchanges and any(map(draws_random, marked.stage_of))
+        draws_elsewhere = plan.exchanges and any(map(node_draws_random, marked.stage_of))
         if not draws_elsewhere and not any(map(reads_written_buffer, cut.written_buffers)):
             function = NetFunction(net, loss or _loss_of, plan.last_calls)
             eps = autocast_eps(graph.module.graph)

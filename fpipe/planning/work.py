@@ -27,7 +27,7 @@ from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.data_parallel import data_parallel
 from fpipe.transforms.merge import merge
-from fpipe.transforms.shard import NEVER, is_sharded, shard
+from fpipe.transforms.shard import NEVER, gathers_params, shard
 from fpipe.transforms.split import split
 from fpipe.transforms.training import program as base_program
 
@@ -185,7 +185,7 @@ class Work:
             raise ProgramError("it cuts sequences into slices, and costs are measured of whole microbatches.")
         costs, source = self.costs_of_parts(program.microbatches, parts_of_a_rank(program), program.slices)
         if isinstance(costs.bytes, NamedBytes):
-            costs = replace(costs, bytes=replace(costs.bytes, replicas=self.replicas if is_sharded(program) else 1))
+            costs = replace(costs, bytes=replace(costs.bytes, replicas=self.replicas if gathers_params(program) else 1))
         return (costs if self.measured is None else self.measured.with_bytes(costs, program, self.replicas)), source
 
 

@@ -229,7 +229,7 @@ def check_bytes(sizes: Any) -> None:
                 checked_count(f"the bytes of {name!r}", size)
 
 
-def storages_of(sizes: Any, value: Value) -> Storages:
+def storages_of_value(sizes: Any, value: Value) -> Storages:
     """Return the storages of a value. If only bytes are known, it has one storage, which its copies share."""
     if hasattr(sizes, "storages"):
         return sizes.storages(value)

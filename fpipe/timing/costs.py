@@ -31,7 +31,7 @@ from fpipe.timing.amounts import (
     numbers_of_ops,
     numbers_of_stages,
     scattered_value,
-    storages_of,
+    storages_of_value,
 )
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.messages import MESSAGES
@@ -310,8 +310,8 @@ class Costs:
         return sizes.size(value) if hasattr(sizes, "storages") else sum(self.storages(value).values())
 
     def storages(self, value: Value) -> Storages:
-        """Return the storages of a value, as `storages_of`."""
-        return storages_of(self.bytes, value)
+        """Return the storages of a value, as `storages_of_value`."""
+        return storages_of_value(self.bytes, value)
 
     def hoisted_values(self, op: Op) -> Sequence[Value]:
         """Return the hoisted values that an op reads: they depend on parameters alone, and serve several ops."""

@@ -99,7 +99,7 @@ def shard(
     def transform(program: Program) -> Program:
         refuse_freed(program)
         refuse_updated(program, "shard")
-        if is_sharded(program):
+        if gathers_params(program):
             raise ProgramError("this program is sharded already; shard it once.")
         refuse_transfers(program, "shard")
         axis_options, axes = (("axis", axis),), replica_axes(program)
@@ -127,7 +127,7 @@ def shard(
     return transform
 
 
-def is_sharded(program: Program) -> bool:
+def gathers_params(program: Program) -> bool:
     """Whether replicas hold the parameters as shards."""
     return any(op.kind == "GATHER" for op in program.ops)
 

@@ -90,7 +90,7 @@ def aval_with_grad(leaf: Any) -> Any:
     return _request_grad(aval_of_tensor(leaf)) if isinstance(leaf, Tensor) else leaf
 
 
-def wants_grad(leaf: Any) -> bool:
+def aval_wants_grad(leaf: Any) -> bool:
     """Whether a leaf is the aval of a tensor whose gradient is wanted."""
     return isinstance(leaf, Aval) and leaf.wants_grad
 

@@ -18,7 +18,7 @@ from fpipe import tree
 from fpipe.meaning.purity.attributes import IdentityKey, Modes, value_key
 from fpipe.meaning.purity.write_guard import is_wrapper, mutated_nodes
 from fpipe.models.cutting.batch_guard import BatchGuard
-from fpipe.models.cutting.marked_graph import draws_random
+from fpipe.models.cutting.marked_graph import node_draws_random
 from fpipe.models.exporting.net_graph import NetTensors
 from fpipe.models.exporting.node_contexts import Context, contexts_of, copy_nodes, restored_on_error
 from fpipe.models.exporting.opaque_ops import opaque_calls_of, rename_calls
@@ -143,7 +143,7 @@ def _early_nodes(nodes: Iterable[fx.Node], differentiable: set[fx.Node]) -> set[
     early_nodes: set[fx.Node] = set()
     for node in nodes:
         reads_only_early = all(value.op == "placeholder" or value in early_nodes for value in node.all_input_nodes)
-        if reads_only_early and node not in differentiable and not draws_random(node):
+        if reads_only_early and node not in differentiable and not node_draws_random(node):
             early_nodes.add(node)
     return early_nodes
 

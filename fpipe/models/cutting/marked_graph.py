@@ -83,10 +83,10 @@ def has_effect(node: fx.Node) -> bool:
 
     It mutates a tensor, raises an error by its data, or draws random numbers, without which later draws would differ.
     """
-    return bool(mutated_nodes(node)) or draws_random(node) or is_check(node.target)
+    return bool(mutated_nodes(node)) or node_draws_random(node) or is_check(node.target)
 
 
-def draws_random(node: fx.Node) -> bool:
+def node_draws_random(node: fx.Node) -> bool:
     """Whether an operation draws random numbers."""
     return draws_random_numbers(node.target, node.args, dict(node.kwargs))
 

@@ -38,7 +38,7 @@ from fpipe.meaning.step import StepInputs
 from fpipe.program import Program
 from fpipe.runtimes.audit.tensor_bits import copy_leaf, refuse_wrong_replay
 from fpipe.runtimes.capture.device_graph import DeviceGraph, GraphStream, GraphStreams
-from fpipe.runtimes.capture.refusals import accelerator_of, refuse_uncapturable
+from fpipe.runtimes.capture.refusals import refuse_uncapturable, single_accelerator
 from fpipe.runtimes.lowering.instructions import InstructionGenerators
 from fpipe.runtimes.lowering.lane import See
 from fpipe.runtimes.lowering.prepared_step import PreparedStep, synchronize
@@ -215,7 +215,7 @@ class CapturedStep(PreparedStep):
 
     def __init__(self, streams: GraphStreams, *arguments: Any) -> None:
         super().__init__(*arguments)
-        device = accelerator_of(self)
+        device = single_accelerator(self)
         refuse_uncapturable(self, self.in_lockstep)
         self._graph = StepGraph(streams[device], self.in_lockstep)
 

@@ -29,7 +29,7 @@ def refuse_graph_options(runtime: str, trace: bool, record: bool, check_finite: 
         raise ValueError("graph=True needs an accelerator, and torch finds none.")
 
 
-def accelerator_of(step: PreparedStep) -> torch.device:
+def single_accelerator(step: PreparedStep) -> torch.device:
     """Return the accelerator that all tensors of a step are on; raise ValueError if one is elsewhere."""
     devices = dict[torch.device, str]()
     for program_input in step.program.inputs:

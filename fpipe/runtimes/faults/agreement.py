@@ -160,10 +160,10 @@ def digest_claims(claims: Mapping[str, str]) -> int:
     return int.from_bytes(hashlib.sha256(repr(claims).encode()).digest()[:7]) if claims else 0
 
 
-def first_difference(lines: Sequence[str], expected: Sequence[str]) -> tuple[str, str]:
+def first_unequal_lines(lines: Sequence[str], expected: Sequence[str]) -> tuple[str, str]:
     """Return the first pair of lines that differ.
 
-    >>> first_difference(["a", "b"], ["a", "c", "d"]), first_difference(["a"], ["a", "b"])
+    >>> first_unequal_lines(["a", "b"], ["a", "c", "d"]), first_unequal_lines(["a"], ["a", "b"])
     (('b', 'c'), ('nothing', 'b'))
     """
     pairs = zip_longest(lines, expected, fillvalue="nothing")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
-from fpipe.runtimes.faults.agreement import Claims, advice_on, first_difference, hash_lines
+from fpipe.runtimes.faults.agreement import Claims, advice_on, first_unequal_lines, hash_lines
 from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.watchdog import PeerWait, Watchdog
 
@@ -142,7 +142,7 @@ class Meeting:
                 if time.monotonic() > deadline:
                     return ""
                 time.sleep(_POLL_SECONDS[0])
-            line, expected = first_difference(*(json.loads(store.get(key)) for key in keys))
+            line, expected = first_unequal_lines(*(json.loads(store.get(key)) for key in keys))
             return f": {line} instead of {expected}"
 
         return self._watchdog.faults.ask(exchange, 2 * _LINES_SECONDS) or ""

@@ -32,7 +32,7 @@ from fpipe.runtimes.lowering.lowered import (
     AbstractTree,
     StorageMap,
     aval_of_leaf,
-    describe_leaves,
+    avals_and_specs,
     is_dense_fact,
     unflatten_value,
 )
@@ -221,7 +221,7 @@ class _AbstractWalk:
         loss = None
         if "target" in inputs:
             loss_inputs = {"x": result_by_label["y"], "target": inputs["target"]}
-            loss = self._calls.canonical(StageCall(None, *describe_leaves(loss_inputs)))
+            loss = self._calls.canonical(StageCall(None, *avals_and_specs(loss_inputs)))
             result_by_label |= self._calls.outline_results(loss, loss_inputs)
             # F.mse_loss and its like leave the loss in memory as large as their input: `generate_code` copies it out.
             leaves = tuple(fact_in_own_storage(leaf.aval) for leaf in result_by_label["loss"].leaves)

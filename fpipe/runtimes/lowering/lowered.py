@@ -50,7 +50,7 @@ def aval_of_leaf(leaf: Any) -> Any:
     return leaf.aval if isinstance(leaf, Fact) else leaf
 
 
-def describe_leaves(groups: Mapping[str, AbstractTree]) -> tuple[Any, Any]:
+def avals_and_specs(groups: Mapping[str, AbstractTree]) -> tuple[Any, Any]:
     """Return the avals of leaves and the containers around them, both as hashable pairs with a label."""
     reads = tuple((label, tuple(map(aval_of_leaf, abstract.leaves))) for label, abstract in groups.items())
     return reads, tuple((label, abstract.spec) for label, abstract in groups.items())

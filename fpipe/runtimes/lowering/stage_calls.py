@@ -15,7 +15,7 @@ from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.language.graph import Aval, Fact, Graph, Outline, fact_in_own_storage
 from fpipe.graphs.language.labels import cotangent_of, differentiated_label, is_output, label_of, port_of
 from fpipe.graphs.tracing.collective_stage import CollectiveStage
-from fpipe.graphs.tracing.stage_call import StageCall, wants_grad
+from fpipe.graphs.tracing.stage_call import StageCall, aval_wants_grad
 from fpipe.graphs.tracing.trace_cache import Traces
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.devices import Moves
@@ -27,7 +27,7 @@ from fpipe.runtimes.lowering.lowered import (
     AbstractTree,
     StorageMap,
     aval_of_leaf,
-    describe_leaves,
+    avals_and_specs,
     fact_wanting_grad,
 )
 
@@ -65,7 +65,7 @@ class StageCalls:
         groups = {label: abstract for label, abstract in inputs.items() if label not in ("target", "key")}
         for label in grad_labels:
             groups[label] = groups[label]._replace(leaves=tuple(map(fact_wanting_grad, groups[label].leaves)))
-        reads, specs = describe_leaves(groups)
+        reads, specs = avals_and_specs(groups)
         keywords = self.model.stages[op.stage].keywords
         microbatch = self.context.number(op) if "microbatch" in keywords else None
         turn = self.context.turn(op) if "turn" in keywords else None
@@ -105,7 +105,7 @@ class StageCalls:
 
         def avals(value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
             pairs = zip(leaves, trees[value].leaves, strict=True)
-            return tuple(aval_of_leaf(cotangent) if wants_grad(leaf) else None for leaf, cotangent in pairs)
+            return tuple(aval_of_leaf(cotangent) if aval_wants_grad(leaf) else None for leaf, cotangent in pairs)
 
         # 1. The cotangents that arrive, None for leaves without one: they decide what the trace computes. An output
         #    behind which the loss stands has none of its own.
@@ -122,7 +122,7 @@ class StageCalls:
         reads = dict(run.call.reads)
         cotangent_labels = [label_of(value) for value in op.writes if value.name in ("dx", "dcarry")]
         wanted_cotangents = tuple(
-            (label, tuple(i for i, leaf in enumerate(reads[differentiated_label(label)]) if wants_grad(leaf)))
+            (label, tuple(i for i, leaf in enumerate(reads[differentiated_label(label)]) if aval_wants_grad(leaf)))
             for label in cotangent_labels
         )
         saved = dict(run.residual_op.options).get("saved")

@@ -26,7 +26,7 @@ from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.meaning.step_by_count import MOST_COUNTS, ProgramOfCount, count_microbatches
 from fpipe.program import Program, parts_of
-from fpipe.runtimes.faults.agreement import Claims, first_difference
+from fpipe.runtimes.faults.agreement import Claims, first_unequal_lines
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane
 from fpipe.runtimes.processes.rank_steps import MAX_SIGNATURES, RankSteps, as_meta
 from fpipe.runtimes.processes.replicas import EXCHANGED_KINDS, Replicas
@@ -187,7 +187,7 @@ def refuse_other_exchanges(program: Program, other_program: Program) -> None:
     """
     lines, other_lines = exchange_lines(program), exchange_lines(other_program)
     if lines != other_lines:
-        line, expected = first_difference(other_lines, lines)
+        line, expected = first_unequal_lines(other_lines, lines)
         raise ValueError(
             f"{other_program.microbatches} microbatches exchange {line}, and {program.microbatches} {expected}."
         )
