@@ -12,7 +12,7 @@ from fpipe.cli.race_nets import NETS, small
 from fpipe.cli.race_report import as_text
 from fpipe.cli.racers import RACERS
 from tests.fake_accelerator import COMPILER
-from tests.fake_accelerator.processes import fixture_of
+from tests.fake_accelerator.device_processes import fixture_of
 from tests.processes import Processes
 from tests.test_cli import output_of, run
 
