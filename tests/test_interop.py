@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.interop import from_json, to_json, torch_pipelining
+from fpipe.interop import from_json, to_json, to_megatron, to_primus, torch_pipelining
 from fpipe.program import Program, ProgramError, parts_of
 from property_tests.drawn_programs import DrawnProgram, programs
 from tests.torch_versions import POSTS_RECEIVES_BY_THE_TABLE
@@ -256,3 +256,76 @@ def test_transfers_written_for_torch_are_read_back(program: Program):
 def test_json_is_read_back(plan: DrawnProgram, transform: str):
     program = FINAL_TRANSFORMS[transform](plan.program)
     assert from_json(to_json(program)) == program
+
+
+# Megatron-LM and Primus
+
+
+def named_program(schedule: str, ranks: int, microbatches: int) -> Program:
+    return fpipe.schedules.notations.parse(schedule).program(ranks, microbatches)
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "interleaved:stages=9", "gpipe"])
+def test_megatron_runs_its_table_in_the_order_of_the_program(schedule: str):
+    """Its schedules run warm-up forwards, then a forward and a backward of each iteration, then what is left."""
+    program = named_program(schedule, 3, 6)
+    fields = json.loads(to_megatron(program))
+    table, chunks = fields["schedule_table"], program.stages // 3
+    for rank, warmup in enumerate(fields["num_warmup_microbatches"]):
+        cells: list[str] = []
+        for iteration in range(len(table) + warmup):
+            if iteration < len(table):
+                microbatch, chunk = table[iteration]
+                cells.append(f"{chunk * 3 + rank}F{microbatch}")
+            if iteration >= warmup:
+                microbatch, chunk = table[iteration - warmup]
+                cells.append(f"{(chunks - 1 - chunk) * 3 + rank}B{microbatch}")
+        assert cells == program.table()[rank]
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zb_h1", "zbv"])
+def test_primus_runs_its_table_in_the_order_of_the_program(schedule: str):
+    """A runner takes one node after the other, and waits at a receive until its send has run."""
+    program = named_program(schedule, 3, 6)
+    rows = json.loads(to_primus(program))
+    stages_by_rank = [[s for s, home in enumerate(program.placement) if home == rank] for rank in range(3)]
+    cells: list[list[str]] = [[] for _ in rows]
+    messages: set[tuple[object, ...]] = set()
+    positions, is_stuck = [0, 0, 0], False
+    while not is_stuck:
+        is_stuck = True
+        for rank, row in enumerate(rows):
+            for node in row[positions[rank] :]:
+                kind, microbatch, chunk, args = (node[name] for name in ("func_type", "mini_batch", "chunk", "args"))
+                ends = (args["from_pp_rank"], args["to_pp_rank"]) if args else ()
+                if kind[0] == "S":
+                    messages.add((kind[1], microbatch, *ends, chunk, args["send_to_chunk"]))
+                elif kind[0] == "R":
+                    message = (kind[1], microbatch, *ends, args["recv_from_chunk"], chunk)
+                    if message not in messages:
+                        break
+                    messages.remove(message)
+                else:
+                    letter = {"BW": "B", "B": "I"}.get(kind, kind)
+                    cells[rank].append(f"{stages_by_rank[rank][chunk]}{letter}{microbatch}")
+                positions[rank] += 1
+                is_stuck = False
+    assert not messages
+    assert cells == program.table()
+
+
+@pytest.mark.parametrize(
+    ("write", "schedule", "error"),
+    [
+        (to_megatron, "zb_h1", "I0: Megatron-LM's table has no I"),
+        (to_megatron, "hanayo", "F0 is on rank .; Megatron-LM has it on rank"),
+        (to_megatron, "looped_bfs", "rank 0 runs .B7 where Megatron-LM runs .B0: its order is 1F1B"),
+        (to_primus, "dualpipev", r"\(.*\): Primus's table has no PAIR"),
+        (to_primus, "chimera", "stage 0 is on ranks"),
+    ],
+)
+def test_tables_of_other_runtimes_refuse_what_they_cannot_say(
+    write: Callable[[Program], str], schedule: str, error: str
+):
+    with pytest.raises(ProgramError, match=error):
+        write(named_program(schedule, 4, 8))

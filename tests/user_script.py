@@ -246,6 +246,8 @@ def exchange_with_torch(program: fpipe.Program, model: fpipe.Model, params: Sequ
     placed = torch_pipelining.schedule(table)(ours), torch_pipelining.gathers(table)
     stages = torch_pipelining.stages(program, model, params)
     print(placed, torch_pipelining.runtime(program, model, stages), torch_pipelining.grads(stages))
+    tables: list[str] = [interop.to_megatron(ours), interop.to_primus(ours)]
+    assert all(tables)
     return interop.from_json(interop.to_json(ours))
 
 

@@ -12,7 +12,7 @@ import typer
 from fpipe.cli import options
 from fpipe.cli.options import is_file, read_program
 from fpipe.cli.output import number, print_program, table
-from fpipe.interop import to_json, torch_pipelining
+from fpipe.interop import to_json, to_megatron, to_primus, torch_pipelining
 from fpipe.pictures.plot import plot
 from fpipe.pictures.style import PLAIN
 from fpipe.program import Program, ProgramError
@@ -131,10 +131,12 @@ def compare(
         files.html.write_text(f"{head}{body}<pre>{escape(str(comparison))}</pre>\n{tail}", encoding="utf-8")
 
 
-Format = Literal["csv", "comms", "json", "table", "text"]
+Format = Literal["csv", "comms", "megatron", "primus", "json", "table", "text"]
 WRITERS: dict[Format, Callable[[Program], str]] = {
     "csv": torch_pipelining.to_csv,
     "comms": lambda program: torch_pipelining.to_csv(program, format="compute_comms"),
+    "megatron": lambda program: f"{to_megatron(program)}\n",
+    "primus": lambda program: f"{to_primus(program)}\n",
     "json": to_json,
     "table": lambda program: f"{options.table_of(program) and plot(program)}\n",
     "text": lambda program: f"{program}\n",
@@ -150,14 +152,16 @@ def export(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="By default standard output.")] = None,
 ) -> None:
-    """Write a schedule for torch's runtime, or as a program.
+    """Write a schedule for the runtime of torch, Megatron-LM or Primus, or as a program.
 
     \b
-    csv    the order of each rank, as torch.distributed.pipelining loads it
-    comms  the same with sends, receives and weights (compute_comms)
-    json   every op with its reads and writes, for other tools
-    table  the grid, as fpipe.schedules.from_table reads it
-    text   the program's own text, which every command reads: .fpipe
+    csv       the order of each rank, as torch.distributed.pipelining loads it
+    comms     the same with sends, receives and weights (compute_comms)
+    megatron  Megatron-LM's schedule table and warm-ups, as JSON
+    primus    the nodes of Primus' schedule table, as JSON
+    json      every op with its reads and writes, for other tools
+    table     the grid, as fpipe.schedules.from_table reads it
+    text      the program's own text, which every command reads: .fpipe
     \b
     Examples:
       python -m fpipe export one_f_one_b --ranks 2 --microbatches 4

@@ -1,9 +1,10 @@
-"""Programs in the formats of others: torch's pipeline tables and runtime, and JSON."""
+"""Programs in the formats of others: tables of torch, Megatron-LM and Primus, torch's runtime, and JSON."""
 
 from fpipe.interop import torch_pipelining
 from fpipe.interop.as_json import from_json, to_json
+from fpipe.interop.schedule_tables import to_megatron, to_primus
 
-__all__ = ["from_json", "to_json", "torch_pipelining"]
+__all__ = ["from_json", "to_json", "to_megatron", "to_primus", "torch_pipelining"]
 
 
 def __dir__() -> list[str]:

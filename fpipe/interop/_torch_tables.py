@@ -165,7 +165,7 @@ def _refuse_gaps(rows: list[list[Cell]]) -> None:
 
 
 # Kinds that torch's runtime runs by itself, or that cost nothing: a table of computation names none of them.
-_KINDS_WITHOUT_CELL = frozenset(
+KINDS_WITHOUT_CELL = frozenset(
     {"SPLIT", "ADD", "SCALE", "MERGE", "FREE", "SEND", "RECV", "GATHER", "SCATTER", "REDUCE"}
 )
 # The number of stages whose weights torch keeps gathered at once (`_add_unshard_reshard`).
@@ -182,7 +182,7 @@ def refuse_unsupported_ops(program: Program) -> None:
                 f"{op.cell}: torch's tables have no recompute. Wrap the stages' modules in torch.utils.checkpoint "
                 "instead of fpipe.checkpoint()."
             )
-        if op.kind not in COMPUTE and op.kind not in _KINDS_WITHOUT_CELL:
+        if op.kind not in COMPUTE and op.kind not in KINDS_WITHOUT_CELL:
             raise ProgramError(f"{op.cell}: torch's tables have no {op.kind}.")
         if op.slice is not None:
             raise ProgramError(f"{op.cell}: torch's tables have no slices.")
