@@ -267,7 +267,7 @@ def named_program(schedule: str, ranks: int, microbatches: int) -> Program:
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "interleaved:stages=9", "gpipe"])
 def test_megatron_runs_its_table_in_the_order_of_the_program(schedule: str):
-    """Its schedules run warm-up forwards, then a forward and a backward of each iteration, then what is left."""
+    """Megatron-LM runs warm-up forwards, then a forward and a backward in turn, then the last backwards."""
     program = named_program(schedule, 3, 6)
     fields = json.loads(to_megatron(program))
     table, chunks = fields["schedule_table"], program.stages // 3
@@ -285,7 +285,7 @@ def test_megatron_runs_its_table_in_the_order_of_the_program(schedule: str):
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zb_h1", "zbv"])
 def test_primus_runs_its_table_in_the_order_of_the_program(schedule: str):
-    """A runner takes one node after the other, and waits at a receive until its send has run."""
+    """A rank of Primus runs its nodes in order, and waits at a receive until the message has been sent."""
     program = named_program(schedule, 3, 6)
     rows = json.loads(to_primus(program))
     stages_by_rank = [[s for s, home in enumerate(program.placement) if home == rank] for rank in range(3)]

@@ -1,5 +1,6 @@
 """Searches under a cap offload residuals and choose when sharded parameters are gathered."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -35,6 +36,12 @@ def test_a_search_takes_the_fastest_gather_policy_that_fits():
         program = fpipe.shard(gather=result.gather)(base)
         assert fpipe.simulate(program, SHARED) == result.timeline == fpipe.simulate(result.program, SHARED)
         assert f"fpipe.shard(gather={result.gather!r})" in str(result)
+
+
+def test_a_result_says_what_its_costs_take_to_be_free():
+    free_scatter = fpipe.search(4, dataclasses.replace(SHARED, scatter=0), shard=["step"], **FOUR)
+    assert "the costs assume that these take no time: SCATTER, transfers" in str(free_scatter)
+    assert not fpipe.search(4, fpipe.Costs(transfer=0.5), **FOUR).free
 
 
 def test_a_cap_without_room_for_gathered_parameters_is_refused():

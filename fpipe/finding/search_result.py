@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from fpipe.program import HtmlRepr, Program, ProgramError, kind_of, parts_of
 from fpipe.schedules.notations import from_table
+from fpipe.timing.costs import adds_gradients
 from fpipe.timing.timeline import Timeline
 from fpipe.transforms.cells import names_value, parse_cell, read_table
 from fpipe.transforms.checkpoint import checkpoint
@@ -107,6 +108,7 @@ class ScheduleTable:
 
 
 _FORMAT = "fpipe.schedule"
+_PRICED_KINDS = ("OFFLOAD", "LOAD", "GATHER", "SCATTER", "UPDATE")
 
 
 def schedule_table_of(program: Program) -> ScheduleTable:
@@ -152,6 +154,7 @@ class SearchResult(HtmlRepr):
         bound: seconds that no order of these ops on these ranks goes below, under the cap: by the solver's proof, or by
             `fpipe.bounds`.
         gap: how far above the bound it is, as a share of it: 0 is optimal.
+        free: kinds of op that the costs say take no time, such as OFFLOAD, and "transfers".
         beat: the best named schedule that fits, and its seconds; None where none does.
         named: all named schedules that serve the sizes, the best first.
         complete: whether the search ran to its end; False after Ctrl-C.
@@ -184,6 +187,17 @@ class SearchResult(HtmlRepr):
         return max(0.0, self.value / self.bound - 1) if self.bound else 0.0
 
     @property
+    def free(self) -> list[str]:
+        """Kinds of op beside the stages' work that the costs say take no time, and "transfers" where these do not."""
+        free_ops = (event.op for event in self.timeline.events if event.end == event.start)
+        # A REDUCE of a number, such as the loss, and ops on values alone, such as ADD, have no cost to say.
+        free_kinds = {
+            op.kind for op in free_ops if op.kind in _PRICED_KINDS or (op.kind == "REDUCE" and adds_gradients(op))
+        }
+        are_free = any(transfer.start == transfer.end for transfer in self.timeline.transfers)
+        return [*sorted(free_kinds), *(["transfers"] if are_free else [])]
+
+    @property
     def beat(self) -> tuple[str, float] | None:
         """The best named schedule that fits, and its seconds."""
         return next(((row.name, getattr(row, self.objective)) for row in self.named if row.fits), None)
@@ -202,6 +216,8 @@ class SearchResult(HtmlRepr):
             lines.append(f"the best schedule by name is {self.beat[0]} with {self.beat[1]:g}")
         if self.gather:
             lines.append(f"parameters are gathered by fpipe.shard(gather={self.gather!r}), which no bound here counts")
+        if self.free:
+            lines.append(f"the costs assume that these take no time: {', '.join(self.free)}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
