@@ -101,7 +101,7 @@ REFUSALS: dict[str, tuple[Callable[..., object], str]] = {
     "a replay": (lambda x, outside: outside.graph.replay(), "a graph cannot be replayed within a capture."),
     "a graph that is deleted": (
         lambda x, outside: outside.graph.reset(),
-        "a graph was deleted while another was captured; run gc.collect() before.",
+        "a graph was deleted while another was captured; disable gc meanwhile.",
     ),
     "a generator": (
         lambda x, _: x.bernoulli_(0.5, generator=torch.Generator(DEVICE)),

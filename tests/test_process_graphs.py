@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
+from fpipe.runtimes.processes import captured_rank_step
 from tests.fake_accelerator import COMPILER, Graph, capture_call
 from tests.fake_accelerator.device_processes import fixture_of
 from tests.fake_accelerator.graph_scenarios import STEPS
@@ -104,6 +107,22 @@ def hang_in_a_replay(rank: int) -> str:
 def test_a_rank_that_hangs_in_a_replay_is_named_with_its_place(pair: Processes):
     for message in pair.run(hang_in_a_replay):
         assert f"last seen in its 1F0, in the graph of step {STEPS + 1}" in message
+
+
+def hang_on_the_device(rank: int) -> str:
+    """Let the replays of rank 1 never come to their end, though its host has queued them."""
+    step, params, batches = build_graph(rank, timeout=1.0, check_batch="never")
+    for batch in batches:
+        step(params, batch)
+    endless = patch.object(captured_rank_step, "_ReplayWork", lambda event: SimpleNamespace(is_completed=bool))
+    with endless if rank == 1 else nullcontext(), pytest.raises(fpipe.RankError) as caught:
+        _ = [step(params, batch) for batch in batches]
+    return str(caught.value)
+
+
+def test_a_replay_without_an_end_is_no_step(pair: Processes):
+    for message in pair.run(hang_on_the_device):
+        assert "did not come to the end of the step in time" in message
 
 
 def pass_different_keys(rank: int) -> str:

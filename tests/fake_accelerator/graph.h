@@ -101,7 +101,7 @@ class Graph {
     // As CUDA: a finalizer has nobody to tell, so the capture ends with an error.
     for (auto* running : captures())
       if (!nodes.empty() && running->forbids_here() && running->error.empty())
-        running->error = "a graph was deleted while another was captured; run gc.collect() before.";
+        running->error = "a graph was deleted while another was captured; disable gc meanwhile.";
     // As torch: the workspace of the stream on which it was captured, whoever uses that now.
     if (!nodes.empty()) workspaces().erase(origin);
     nodes.clear();

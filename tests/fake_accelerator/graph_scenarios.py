@@ -5,6 +5,8 @@ All results are looked at after the last step, when later replays have had the c
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +20,7 @@ import fpipe
 from fpipe.meaning.optimizers.rule_names import RULES
 from fpipe.tree import leaves, tree_map
 from tests.fake_accelerator import Graph, reports_of
+from tests.fake_accelerator.captures import captured_of, new_ones
 from tests.fake_accelerator.scenarios import PARTS, WIDTH, batch_of, differing_bits, net_of, pipeline_of, squares
 
 DEVICE = "fake:0"
@@ -117,6 +120,27 @@ def on_streams_in_turn() -> list[str]:
     reports = reports_of(run)
     expected = [fpipe.reference(model, params, batch, microbatches=PARTS).grads for batch in batches]
     return reports + differing_bits(leaves(results), leaves(expected))
+
+
+def in_another_thread() -> list[str]:
+    """Hand a step on to another thread, which captures it after two steps of its own."""
+    model, program, params = cut(on_device(net_of(2)), GPIPE)
+    step, batches, results = fpipe.build(program, model, graph=True, audit="never"), batches_of(), list[Any]()
+
+    def run_steps(batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            results.append(step(params, batch).grads)
+
+    def run() -> None:
+        run_steps(batches[:2])
+        thread = threading.Thread(target=run_steps, args=(batches[2:],))
+        thread.start()
+        thread.join()
+
+    with counted_replays() as replayed:
+        reports = reports_of(run)
+    expected = [fpipe.reference(model, params, batch, microbatches=PARTS).grads for batch in batches]
+    return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, REPLAYS - 2, 1)
 
 
 def drawn(pipeline: fpipe.Transform, audit: Any = "never") -> list[str]:
@@ -235,6 +259,8 @@ def two_signatures() -> list[str]:
         reports = reports_of(run)
     expected = [fpipe.reference(model, params, batch, microbatches=PARTS) for batch in batches]
     pairs = [[(result.loss, result.grads) for result in side] for side in (results, expected)]
+    pools = {torch.ops.fake_accelerator.pool_of(number) for number in replayed}
+    reports += [] if len(pools) == 1 else [f"the graphs have {len(pools)} pools"]
     return reports + differing_bits(*map(leaves, pairs)) + count_mistakes(replayed, 2 * REPLAYS, 2)
 
 
@@ -445,8 +471,30 @@ def outlived() -> list[str]:
     return reports + differing_bits(leaves(results), leaves(expected)) + count_mistakes(replayed, REPLAYS, 2)
 
 
+def next_to_garbage() -> list[str]:
+    """Let a rule drop graphs in cycles while a step is captured, and many objects, which start a collection."""
+    graphs = [[captured_of(new_ones().neg)] for _ in range(STEPS)]
+
+    def drop_graph(param: Tensor, grad: Tensor, state: Any, lr: Tensor) -> tuple[Tensor, Any]:
+        if torch.get_device_module(DEVICE).is_current_stream_capturing() and graphs:
+            cycle: list[Any] = [graphs.pop()]
+            cycle.append(cycle)
+            del cycle
+            _ = [[] for _ in range(10 * gc.get_threshold()[0])]
+        return param - lr * grad, state
+
+    with registered(drop_graph) as rule:
+        model, program, params = cut(on_device(net_of(2)), fpipe.chain(GPIPE, fpipe.update(rule)))
+        step, opt = fpipe.build(program, model, graph=True, audit="never"), fpipe.optimizer_state(program, params)
+        with counted_replays() as replayed:
+            reports = reports_of(lambda: [step(params, batch, opt=opt, lr=0.1) for batch in batches_of()])
+    return reports + count_mistakes(replayed, REPLAYS, 1)
+
+
 GRAPH_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "a graph on streams in turn": on_streams_in_turn,
+    "a graph of another thread": in_another_thread,
+    "a graph next to garbage": next_to_garbage,
     "a graph that draws": partial(drawn, GPIPE),
     "a graph": partial(same_as_autograd, audit="never"),
     "a graph of 1F1B with recomputation, next to audits": partial(

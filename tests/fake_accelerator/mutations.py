@@ -21,7 +21,8 @@ import fpipe
 
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
 OF_PROCESSES = (*WAITS, "wait", "wait_for", "wait_on")
-OF_GRAPHS = (*WAITS, "register_generators", "seed", "copy_", "clear_workspaces", "_make_pool")
+_OF_CAPTURES = ("clear_workspaces", "_make_pool", "disable")
+OF_GRAPHS = (*WAITS, "wait_for_caller", "register_generators", "seed", "copy_", *_OF_CAPTURES)
 RESULTS = "lowering/slots.py"
 """The file that clones the results of a graph."""
 UNSEEN = (

@@ -140,6 +140,9 @@ inline void clear_workspaces() {
 inline void add_workspace(Work& work, Agent stream) {
   constexpr size_t bytes = 512;
   if (work.name != "mm" && work.name != "addmm" && work.name != "bmm" && work.name != "baddbmm") return;
+  // The first product of a thread makes its handle (pytorch/pytorch#99397).
+  static thread_local bool has_handle = false;
+  if (!std::exchange(has_handle, true)) refuse_wait("cublasCreate");
   auto& workspace = workspaces()[stream];
   if (!workspace) workspace = memory.allocate(bytes);
   auto low = reinterpret_cast<uintptr_t>(workspace.get());

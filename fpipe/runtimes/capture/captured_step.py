@@ -18,7 +18,9 @@ stay where they are.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -46,7 +48,7 @@ from fpipe.runtimes.lowering.rank_part import Slots, Tap
 from fpipe.torch_internals import is_profiled, version_of, warn
 
 WARM_UPS = 2
-"""Steps on the stream of graphs before a capture: at their first call libraries load kernels and make workspaces."""
+"""Steps of a thread on the stream of graphs before it captures: at first libraries load kernels and make handles."""
 
 
 class Recording(NamedTuple):
@@ -66,7 +68,7 @@ class StepGraph:
 
     def __init__(self, stream: GraphStream, in_lockstep: bool) -> None:
         self._stream, self._generators, self._recording = stream, InstructionGenerators(), None
-        self._warm_ups, self._addresses, self._in_lockstep = 0, list[Any](), in_lockstep
+        self._warm_ups, self._addresses, self._in_lockstep = Counter[int](), list[Any](), in_lockstep
         self._copied: set[int] | None = None
         self._is_refused = False
 
@@ -81,7 +83,8 @@ class StepGraph:
             self._generators.seed(inputs.key)
             moved_donated = self._note_addresses(step, leaves)
             slots: Slots
-            if self._recording is None and not moved_donated and self._warm_ups >= WARM_UPS and not self._is_refused:
+            is_warm = self._warm_ups[self._warm_up_thread()] >= WARM_UPS
+            if self._recording is None and not moved_donated and is_warm and not self._is_refused:
                 self._recording = self._capture_or_refuse(step, leaves)
             if self._recording is not None and tap is not None:
                 # Twice, to know whether the bits of a step repeat at all; ranks cannot first ask whether some differ.
@@ -108,7 +111,6 @@ class StepGraph:
         donated = step.entrance.donated
         copies = [copy_leaf(leaf) if index in donated else leaf for index, leaf in enumerate(leaves)]
         results = step.exit.results(self._run_instructions(step, copies, tap), inputs.state)
-        self._stream.wait_for_caller()
         self._generators.seed(inputs.key)
         return results
 
@@ -137,8 +139,12 @@ class StepGraph:
         self._copied |= moved - fixed
         return bool(fixed)
 
+    def _warm_up_thread(self) -> int:
+        # A thread makes a handle of cuBLAS at its first product, which no capture allows (pytorch/pytorch#99397).
+        return 0 if self._in_lockstep else threading.get_ident()
+
     def _run_instructions(self, step: CapturedStep, leaves: Sequence[Any], tap: Tap | None) -> Slots:
-        self._warm_ups += 1
+        self._warm_ups[self._warm_up_thread()] += 1
         with self._stream.between_callers_work():
             slots = step.entrance.fill_slots(leaves, self._generators)
             step.execute(slots, tap=tap)

@@ -67,14 +67,13 @@ class GraphStream:
         """
         graph = self._graph_class()
         register_generators(self.device, graph, generators)
-        # What Python's collector frees in the middle of a capture, such as another graph, would break it. Memory that
-        # the allocator has cached cannot serve the pool, nor be given back while a capture runs.
-        gc.collect()
+        # Memory that the allocator has cached cannot serve the pool, nor be given back while a capture runs.
         self._empty_cache()
         # Torch cannot capture into a pool whose last graph is gone while a tensor of it lives.
         self._pool = self._pool if self._live_graphs else self._make_pool()
         # A graph that is deleted frees the workspaces of its stream. Without one here, the capture makes its own.
         clear_workspaces(self.device)
+        # What Python's collector frees in the middle of a capture, such as another graph, would break it.
         collects_garbage = gc.isenabled()
         gc.disable()
         try:

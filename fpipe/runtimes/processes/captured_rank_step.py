@@ -89,7 +89,6 @@ class CapturedRankStep(CapturedStep, RankStep):
     def begin_replay(self) -> None:
         """Queue the copy of this step's header into the memory that the graph sends."""
         self.transfers.begin_replay(self.step, self.signature_number, self.key_number)
-        self._reached_number.zero_()
         # A launch may wait too, for room in the queue of the device.
         self.watchdog.wait = self._replay_wait
 
