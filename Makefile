@@ -34,8 +34,9 @@ site: $(SITE) ## Build build/site from docs/ and the docstrings, with warnings a
 	$(BIN)/python docs/site/links.py build/site
 	@echo "open build/site/index.html"
 
-notebooks: $(INSTALLED) ## Write build/notebooks, three pages as notebooks: jupyter lab build/notebooks
+notebooks: $(INSTALLED) ## Write build/notebooks, three pages as notebooks: .venv/bin/jupyter lab build/notebooks
 	$(BIN)/python -m docs.notebooks build/notebooks
+	$(BIN)/python -m pip install -q -c constraints.txt jupyterlab
 
 families-page: $(INSTALLED) ## Write docs/families.md: each family of transformers, measured on this machine
 	$(BIN)/python -m docs.families

@@ -128,6 +128,11 @@ class Program(HtmlRepr):
     outputs: tuple[Output, ...]
 
     def __post_init__(self) -> None:
+        for name, kind in (("inputs", Input), ("ops", Op), ("outputs", Output)):
+            parts = getattr(self, name)
+            # A loop of its own, since a program may have a million ops.
+            if not isinstance(parts, tuple | list) or not all(isinstance(part, kind) for part in parts):
+                raise argument_error(name, tuple[kind, ...], parts)
         for rule in ENTRY_RULES:
             rule(self)
 

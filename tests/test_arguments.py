@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fpipe
-from fpipe import schedules
+from fpipe import callbacks, interop, schedules, testing
 from tests.refusals import refusals
 from tests.toys import linear, merged
 
@@ -41,7 +41,8 @@ PARAMS, BATCH = ({"w": torch.eye(2)},), (torch.ones(2, 2), torch.ones(2, 2))
 
 
 def public_functions() -> list[Callable[..., Any]]:
-    functions = [getattr(module, name) for module in (fpipe, schedules) for name in module.__all__]
+    modules = (fpipe, schedules, callbacks, interop, testing)
+    functions = [getattr(module, name) for module in modules for name in module.__all__]
     return [*filter(inspect.isfunction, functions), *CHECKED_CLASSES]
 
 
@@ -84,6 +85,8 @@ fpipe.clip_grads(1.0, PARAMS)
 # The way from what came to what is expected.
 fpipe.plot(schedules.gpipe(2))
     TypeError: subject is a Program, a Timeline or a RunPlan; found a function. Apply the transform to a program,
+fpipe.plot([PROGRAM, PROGRAM])
+    TypeError: RunPlan; found a list. Several go one by one: plot(first, second).
 fpipe.check(MODEL)
     TypeError: program is a Program; found a Model. fpipe.program(model) makes one.
 fpipe.schedules.gpipe(PROGRAM)
@@ -98,6 +101,8 @@ fpipe.from_sequential([nn.Linear(1, 1)])
     TypeError: net is a Sequential; found a list. nn.Sequential(*modules) makes one.
 fpipe.from_module(nn.Linear, example=BATCH)
     TypeError: found the class Linear.
+fpipe.Cluster("2 ranks")
+    TypeError: hosts is a whole number; found '2 ranks'. fpipe.Cluster.parse reads a text.
 fpipe.shard_params(PARAMS, 2)
     TypeError: mesh is a DeviceMesh; found 2. torch.distributed.init_device_mesh makes one.
 fpipe.update(torch.optim.SGD([torch.zeros(1)]))
@@ -109,6 +114,8 @@ fpipe.from_functions([linear, 3])
     TypeError: fns[1] is a function or a Stage; found 3.
 fpipe.communicate(again={"y": 1})
     TypeError: again['y'] is a function; found 1.
+fpipe.Program(PROGRAM.ops, PROGRAM.inputs, PROGRAM.outputs)
+    TypeError: inputs[0] is an Input; found an Op.
 fpipe.pair(PROGRAM.ops[0], "0B1")
     TypeError: parts is an Op; found '0B1'.
 fpipe.save("folder", PROGRAM, PARAMS, step="3")

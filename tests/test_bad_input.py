@@ -426,8 +426,6 @@ fpipe.plan(THREE, 2, memory=3, limit=4)
 # Used to be an error from Python, far from the call.
 fpipe.reorder(lambda program: None)(fpipe.program(2))
     TypeError: the order is a list of cells for each rank; the function gave None.
-fpipe.interop.from_json(None)
-    TypeError: from_json takes the text that to_json made, found NoneType.
 fpipe.add_grads(STEP(PARAMS, BATCH), STEP(PARAMS, BATCH))
     TypeError: gradients are tensors, as Result.grads has them; found Result.
 fpipe.reference(NET.model, PARAMS, [])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.tracing.running_statistics import Norms
-from fpipe.model import Model, Stage, Turn, require_model
+from fpipe.model import Model, Stage, Turn
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.torch_internals import is_batch_norm
 from fpipe.torch_private.modules import has_torch_forward, without_statistics
@@ -47,7 +47,7 @@ def deferred_batch_norm(model: Model) -> Model:
     >>> step(params, batch, state=state).state[0]["1.num_batches_tracked"]
     tensor(1)
     """
-    return replace(require_model(model), stages=tuple(map(_with_deferred_norms, model.stages)))
+    return replace(model, stages=tuple(map(_with_deferred_norms, model.stages)))
 
 
 def _with_deferred_norms(stage: Stage) -> Stage:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fpipe.model import Model, require_model
+from fpipe.model import Model
 
 
 def freeze(model: Model, *leaves: int | str | tuple[int, str]) -> Model:
@@ -36,7 +36,6 @@ def freeze(model: Model, *leaves: int | str | tuple[int, str]) -> Model:
     >>> grads[0], list(grads[1]), grads[1]["1.bias"]
     ({'0.weight': None, '0.bias': None}, ['1.weight', '1.bias'], None)
     """
-    require_model(model)
     frozen = model.frozen | {_find_leaf(model, leaf) for leaf in leaves}
     return replace(
         model, frozen=frozen, report=model.derived_report(f"frozen: {', '.join(map(_describe_leaf, leaves))}")
@@ -91,7 +90,7 @@ def evaluating(model: Model) -> Model:
     >>> net.training, torch.equal(seen, net.eval()(x))
     (True, True)
     """
-    fingerprint = require_model(model).fingerprint
+    fingerprint = model.fingerprint
     eval_model = None if fingerprint is None else fingerprint.eval_model()
     if eval_model is None:
         raise ValueError(

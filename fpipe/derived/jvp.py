@@ -25,7 +25,7 @@ from fpipe.graphs.tracing.marks import collect_marks
 from fpipe.meaning.purity.ambient import in_fake_mode
 from fpipe.meaning.purity.keys import random_states, replay_from
 from fpipe.meaning.purity.outputs import copy_state, split_loss, split_output
-from fpipe.model import Model, Stage, require_model
+from fpipe.model import Model, Stage
 from fpipe.torch_private.modules import load_forward_mode
 
 # Run a function of pytrees on dual numbers: tensors with a tangent next to them, in forward mode over reverse mode. The
@@ -272,7 +272,6 @@ def jvp(model: Model) -> Model:
     >>> fpipe.unpack_dual(result.grads)
     (({'w': tensor(12.)},), ({'w': tensor(12.)},))
     """
-    require_model(model)
     refuse_rules(model, "jvp")
     load_forward_mode()
     # One wrapper for equal stages, so that they share a trace.

@@ -20,7 +20,7 @@ from fpipe import tree
 from fpipe.derived.custom_stage import refuse_rules
 from fpipe.graphs.tracing.marks import collect_marks
 from fpipe.meaning.purity.outputs import split_loss, split_output
-from fpipe.model import Model, Stage, require_model
+from fpipe.model import Model, Stage
 
 
 def per_example(model: Model) -> Model:
@@ -52,7 +52,6 @@ def per_example(model: Model) -> Model:
     >>> result.grads[0]["w"], result.aux["loss"]
     (tensor([ 6., 24., 54.]), tensor([ 9., 36., 81.]))
     """
-    require_model(model)
     if model.per_example:
         raise ValueError("this model is per_example already.")
     refuse_rules(model, "per_example")

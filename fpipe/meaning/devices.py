@@ -31,7 +31,10 @@ def check_devices(devices: Sequence[Any], ranks: int) -> tuple[torch.device, ...
 
 
 def _with_index(name: Any) -> torch.device:
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"devices= has {name!r}, which is no device of torch, such as 'cuda:0'.") from None
     has_index = device.type != "cpu" and device.index is not None
     # "cuda" alone is the current device: a tensor on it has the index.
     return device if has_index else torch.empty(0, device=device).device

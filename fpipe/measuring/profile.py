@@ -36,7 +36,7 @@ from fpipe.measuring.timeline_costs import (
     with_halves,
 )
 from fpipe.model import Model
-from fpipe.program import Op, Program, Value, require_program
+from fpipe.program import Op, Program, Value
 from fpipe.runtimes.build import build
 from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.slots import ProcessContext
@@ -116,7 +116,7 @@ def profile(
     if runtime != "distributed":
         refuse_meta("fpipe.estimate counts operations where none can be timed", params=params, batch=batch, state=state)
     is_serial = runtime == "local"
-    halves = with_halves(require_program(program), is_serial)
+    halves = with_halves(program, is_serial)
     variants = variants_of(halves)
     opt, rates, scale = example_optim(halves, params) or (None, [], None)
     lr: Any = [float(rate) for rate in rates] or None
@@ -198,7 +198,7 @@ def estimate(
     """
     if not 0 < flops < math.inf:
         raise ValueError(f"flops is how many operations a rank does a second, such as 400e12; found {flops!r}.")
-    halves = with_halves(require_program(program))
+    halves = with_halves(program)
     check_match(halves, model)
     flops_by_call: dict[Any, int] = {}
     runs: Runs = {}

@@ -16,7 +16,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-from fpipe.program import Op, Program, building, parts_of, require_program
+from fpipe.program import Op, Program, building, parts_of
 from fpipe.timing.costs import Costs, checked_costs
 from fpipe.timing.lanes import group_ops, is_work, simulate_iterations
 from fpipe.timing.memory import microbatches_held, residuals_stay_on_rank, shares_of_groups
@@ -324,7 +324,6 @@ def bounds(
     >>> lower_bounds.makespan, lower_bounds.span
     (27.0, 27.0)
     """
-    program = require_program(program)
     costs = checked_costs(costs, program)
     with building():
         # 1. From data alone: the window of each rank's ops, and of its ops without W, which can be put off.

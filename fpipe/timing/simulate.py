@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import chain
 
 from fpipe.limits import check_whole_number
-from fpipe.program import Program, building, lane_of, require_program
+from fpipe.program import Program, building, lane_of
 from fpipe.timing.amounts import has_varying_cost
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs, Messages, checked_costs
@@ -78,7 +78,6 @@ def simulate(
     [17.0, 18.0]
     """
     # Options replace fields of costs one by one, so that each new value is checked where it enters.
-    program = require_program(program)
     if lengths is not None:
         costs = costs_at_lengths(program, costs, lengths)
     costs = checked_costs(costs)

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fpipe.model import Model
-from fpipe.program import Op, Program, ProgramError, Value, parts_of, require_program
+from fpipe.program import Op, Program, ProgramError, Value, parts_of
 from fpipe.transforms.data_parallel import replica_axes
 from fpipe.wording import describe_value, error_at
 
@@ -65,7 +65,6 @@ def check_placements(
     Traceback (most recent call last):
     fpipe.ops.ProgramError: the result loss is partial over 'dp': add a REDUCE, as fpipe.data_parallel('dp') does.
     """
-    program = require_program(program)
     dimensions: Any = () if mesh is None else getattr(mesh, "mesh_dim_names", mesh)
     mesh_names = tuple[str, ...](dimensions or ())
     exchange_axes = {dict(op.options)["axis"] for op in parts_of(program.ops) if "exchange" in dict(op.options)}

@@ -32,7 +32,7 @@ from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.meaning.walk import check_replicas, describe_op, lockstep, walk
 from fpipe.model import Model, in_current_mode
-from fpipe.program import Program, Value, require_program
+from fpipe.program import Program, Value
 from fpipe.transforms.merge import merge
 from fpipe.verification.cross_checks import check_function, compare_undivided
 from fpipe.verification.reference_settings import (
@@ -116,7 +116,7 @@ def verify(
     close, model = Close(rtol, atol), in_current_mode(model)
     refuse_meta("there is nothing to compare", batch=batch)
     count, inner_replicas = replica_counts(replicas)
-    check_replicas(require_program(program), replicas)
+    check_replicas(program, replicas)
     if step is not None and count > 1:
         raise ValueError("step= is of one replica; leave replicas= out.")
     arguments = StepArguments(params, batch, state, key, opt, lr, scale)

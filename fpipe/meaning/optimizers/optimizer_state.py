@@ -27,7 +27,7 @@ from fpipe.meaning.optimizers.rules import (
     rule_of,
     state_shapes,
 )
-from fpipe.program import Op, Program, require_program
+from fpipe.program import Op, Program
 
 # Read the settings of an UPDATE: its rule, its clip, and the settings of each parameter by its name.
 #
@@ -209,7 +209,7 @@ def optimizer_state(program: Program, params: Sequence[Any]) -> tuple[Any, ...]:
     >>> optimizer_state(program, params)[0]
     {'w': {'step': tensor(0.), 'momentum_buffer': tensor([0., 0.])}}
     """
-    op = find_update(require_program(program))
+    op = find_update(program)
     if op is None:
         raise ValueError("this program updates no parameters: fpipe.update('AdamW') behind fpipe.merge() does.")
     if not isinstance(params, tuple | list) or len(params) != program.stages:

@@ -32,7 +32,7 @@ from fpipe.meaning.single_device.params_and_state import (
 )
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.single_device.training_loop import training_loop, unwrap_single_step
-from fpipe.model import Model, require_model
+from fpipe.model import Model
 from fpipe.transforms.update import update_options
 
 
@@ -93,7 +93,7 @@ def reference(
     for name, part_count in (("microbatches", microbatches), ("slices", slices)):
         check_whole_number(name, part_count)
     replica_count, inner_replicas = replica_counts(replicas)
-    check_params(require_model(model), params)
+    check_params(model, params)
     check_all_state(model, state, "reference")
     refuse_unloaded(batch, params, state)
 

@@ -25,7 +25,7 @@ from fpipe.meaning.purity.sharded import is_sharded, mesh_dim_names
 from fpipe.model import Model
 from fpipe.models.parameters.load import net_stages
 from fpipe.models.parameters.sources import CODES
-from fpipe.program import Program, require_program
+from fpipe.program import Program
 from fpipe.torch_internals import direct_members
 from fpipe.torch_private.modules import is_in_state_dict
 
@@ -119,7 +119,7 @@ def describe_leaves(
     program: Program, per_stage: Sequence[Any], mesh: DeviceMesh | None
 ) -> tuple[GroupRank, list[dict[int, list[NamedLeaf]]]]:
     """Return the rank of this process, and for each rank the leaves of the stages that it has. A collective."""
-    stages = require_program(program).stages
+    stages = program.stages
     if not isinstance(per_stage, tuple | list) or len(per_stage) != stages:
         actual = f"{len(per_stage)} entries" if isinstance(per_stage, tuple | list) else type(per_stage).__name__
         raise ValueError(f"the program has {stages} stages, one entry each; found {actual}.")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.model import Model, prefix_hint, require_model
+from fpipe.model import Model, prefix_hint
 from fpipe.models.parameters.first_values import Fill, FirstValues
 from fpipe.models.parameters.params import local_params
 from fpipe.models.parameters.sources import TensorSource, source_of
@@ -159,7 +159,7 @@ def _warn_if_all_have_values(model: Model, leaves: Sequence[Sequence[tuple[str, 
 
 def _leaves(model: Model, state: Sequence[Any] | None) -> list[list[tuple[str, ...]]]:
     """Return the leaves of each stage by all their names: parameters that live there, or its state."""
-    stages = require_model(model).stages
+    stages = model.stages
     if state is None:
         return [[*model.owned_param_names(number)] for number in range(len(stages))]
     if len(state) != len(stages):
@@ -184,7 +184,7 @@ def _make_params(
 
 def net_stages(model: Model) -> Iterator[PositionalStage]:
     """Yield the stage functions of a model that is made of a net; they know where the net has their parameters."""
-    for number, stage in enumerate(require_model(model).stages):
+    for number, stage in enumerate(model.stages):
         run = net_stage_of(stage.forward)
         if run is None or model.params_spec is not None:
             raise TypeError(

@@ -15,9 +15,9 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.limits import check_whole_number
 from fpipe.meaning.single_device.params_and_state import add_tied_leaves, check_params
-from fpipe.model import Model, check_keys, require_model
+from fpipe.model import Model, check_keys
 from fpipe.positional_stage import PositionalStage
-from fpipe.program import PARAMETERS, Program, require_program
+from fpipe.program import PARAMETERS, Program
 
 
 def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
@@ -33,7 +33,6 @@ def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
     >>> fpipe.join_params(model, params).keys() == net.state_dict().keys()
     True
     """
-    require_model(model)
     if model.params_spec is not None:
         names, containers = model.params_spec
         leaves = {name: leaf for stage in check_params(model, per_stage) for name, leaf in stage.items()}
@@ -63,7 +62,6 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
     >>> [list(stage) for stage in fpipe.split_params(model, net.state_dict())]
     [['0.weight', '0.bias'], ['1.weight', '1.bias']]
     """
-    require_model(model)
     if model.params_spec is not None:
         names, containers = model.params_spec
         if tree.flatten(whole)[1] != containers:
@@ -117,7 +115,6 @@ def local_params(program: Program, per_stage: Sequence[Any], rank: int | None = 
     >>> local_params(program, ("p0", "p1", "p2", "p3"), rank=1)
     (None, 'p1', 'p2', None)
     """
-    require_program(program)
     if rank is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError("say rank=: this process is in no group of torch.distributed.")
