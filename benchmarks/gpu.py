@@ -1,6 +1,6 @@
 """Measure on one GPU what fpipe promises there, the most important rows first, and compare it with the goals.
 
-    PYTHONPATH=. python benchmarks/gpu.py [--budget 450] [--row-budget 60] [--json gpu.json] [--device cpu --quick]
+    PYTHONPATH=. python benchmarks/gpu.py [--budget 450] [--row-budget 100] [--json gpu.json] [--device cpu --quick]
 
 Rows are those of `python -m fpipe bench --against eager,compile,torch,fsdp2`, in another order: first the two GPTs, one
 of which launches kernels for most of a step and one computes, then FSDP2, then the other nets. The file has each row as
@@ -137,7 +137,7 @@ def print_goals(rows: list[Row], setting: Setting) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=450, help="seconds (%(default)s)")
-    parser.add_argument("--row-budget", type=float, default=60, help="seconds of a row (%(default)s)")
+    parser.add_argument("--row-budget", type=float, default=100, help="seconds of a row (%(default)s)")
     parser.add_argument("--rounds", type=int, default=6, help="of a row (%(default)s)")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file of the rows (%(default)s)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
