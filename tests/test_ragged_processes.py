@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.meaning.step import StepOptions
-from fpipe.runtimes.processes.step_header import refuse_one_count
+from fpipe.runtimes.processes.step_header import refuse_varying_counts
 from tests.processes import Processes, time_call
 from tests.refusals import refusals
 from tests.test_distributed import local_part, to_meta
@@ -240,7 +240,7 @@ def test_a_mistake_with_numbers_of_microbatches_is_named_on_all_ranks(pair: Proc
 
 def refuse(*axes: str, **options: bool) -> None:
     lane: Any = SimpleNamespace(groups=axes)
-    refuse_one_count(lane, StepOptions(**options), lane)
+    refuse_varying_counts(lane, StepOptions(**options), lane)
 
 
 test_refusals = refusals(

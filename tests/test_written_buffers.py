@@ -467,7 +467,7 @@ def normalize_three_rows(module: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_norms_that_did_not_run_are_updated_beside_a_counter(trace: bool):
-    """Such an update was taken for one of the counter alone, and met the int of the deferred norm."""
+    """The update of norm and counter was taken for the counter's alone, and failed on the int of the deferred norm."""
     net = nn.Sequential(
         nn.Linear(4, 4), Toy(normalize_three_rows, norm=nn.BatchNorm1d(4), count=torch.zeros(())), nn.Linear(4, 2)
     )

@@ -93,6 +93,7 @@ def from_pretrained_by_stage(
         ValueError: a parameter that the files lack or that has another shape.
         OSError: there is no such model or folder.
     """
+    # 1. Make the net on meta, but for the buffers that it computes.
     config = transformers.AutoConfig.from_pretrained(name_or_folder)
     folder = Path(name_or_folder)
     if not folder.is_dir():
@@ -107,6 +108,7 @@ def from_pretrained_by_stage(
             module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
         if buffers:
             net._init_weights(module)
+    # 2. Cut it as the Trainer will, to know which parameters this rank's stages have.
     ranks = pipeline.ranks or (dist.get_world_size() if dist.is_initialized() else 1)
     batch = dict(example)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(net.forward).parameters.values()):
@@ -115,6 +117,7 @@ def from_pretrained_by_stage(
     model, _, _ = cut_net(net, pipeline, ranks, batch)
     program = pipeline.transform(ranks, pipeline.microbatches, None)(program_of(model))
     rank = (dist.get_rank() if dist.is_initialized() else 0) % ranks if rank is None else rank
+    # 3. Read these, and put each into every module that shares it.
     values = load_params(model, program, folder, rank)
     aliases: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in net.modules():

@@ -82,7 +82,7 @@ class PipelineTrainer(transformers.Trainer):
         # By purpose and number of microbatches: the last batch of an epoch may have fewer rows.
         self._steps: dict[tuple[str, int], Step] = {}
         # The training step, and the number of the batch that it accumulates: the random key follows from both.
-        self._place = -1, 0
+        self._batch_position = -1, 0
 
     # The Trainer divides numbers of rows and labels by the size of a group that shares a batch.
     def get_tp_size(self) -> int:
@@ -122,8 +122,8 @@ class PipelineTrainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
         """Add a batch's gradients to the net's, and return its share of the step's loss."""
-        step, number = self._place
-        self._place = (step, number + 1) if step == self.state.global_step else (self.state.global_step, 0)
+        step, number = self._batch_position
+        self._batch_position = (step, number + 1) if step == self.state.global_step else (self.state.global_step, 0)
         model.train()
         # Schedule-free optimizers have a mode.
         getattr(self.optimizer, "train", _do_nothing)()
@@ -161,6 +161,7 @@ class PipelineTrainer(transformers.Trainer):
         return self._run("evaluate", inputs, count).loss.to(self.args.device), None, None
 
     def _run(self, purpose: str, inputs: Inputs, item_count: Any) -> Result:
+        """Run the step for a purpose, "train" or "evaluate", on a batch; build it for the first batch of its size."""
         batch = dict(self._prepare_inputs(dict(inputs)))
         if item_count is not None and self.model_accepts_loss_kwargs:
             batch["num_items_in_batch"] = torch.as_tensor(item_count, dtype=torch.float32, device=self.args.device)
@@ -168,7 +169,7 @@ class PipelineTrainer(transformers.Trainer):
         count = min(self.pipeline.microbatches, rows)
         if (purpose, count) not in self._steps:
             self._steps[purpose, count] = self._build(purpose, count, batch)
-        key = fold_in(fold_in(self.args.seed, self._place[0]), self._place[1])
+        key = fold_in(fold_in(self.args.seed, self._batch_position[0]), self._batch_position[1])
         return self._steps[purpose, count](self._params, (batch, None), key=key)
 
     def _build(self, purpose: str, count: int, batch: dict[str, Any]) -> Step:

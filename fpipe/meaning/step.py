@@ -226,15 +226,15 @@ def _as_loss_scale(scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
 S = TypeVar("S", bound=Callable[..., Result])
 
 
-def post_validated(program: Program, make: Callable[[Program, bool], S], donate: bool) -> S:
-    """Return a step of `make(program, donate)` that is repeated, with updates that wait for norms, if one is invalid.
+def repeat_if_invalid(program: Program, make_step: Callable[[Program, bool], S], donate: bool) -> S:
+    """Return the step of a program, which runs again, with updates that wait for norms, if it was invalid.
 
     Post-validation updates parameters before the global norm is known. The repetition starts from the same arguments,
     so only the repetition may overwrite them.
     """
     if not is_post_validated(program):
-        return make(program, donate)
-    step, waiting_step = make(program, False), make(with_waiting_updates(program), donate)
+        return make_step(program, donate)
+    step, waiting_step = make_step(program, False), make_step(with_waiting_updates(program), donate)
 
     @wraps(step)
     def checked(*args: Any, **kwargs: Any) -> Result:

@@ -17,7 +17,7 @@ from fpipe.meaning.devices import check_devices
 from fpipe.meaning.inputs_and_results import check_example, check_match, refuse_meta_constants
 from fpipe.meaning.optimizers.optimizer_state import find_update
 from fpipe.meaning.purity.attributes import warn_of_compiled
-from fpipe.meaning.step import Step, StepOptions, check_autocast_dtype, post_validated, under_autocast
+from fpipe.meaning.step import Step, StepOptions, check_autocast_dtype, repeat_if_invalid, under_autocast
 from fpipe.meaning.step_by_count import ProgramOfCount, build_by_count, count_microbatches, program_of_count
 from fpipe.meaning.walk import walk
 from fpipe.model import Model, in_current_mode
@@ -250,7 +250,7 @@ def build(
 
     # 3. Build. With validate="after" these are two steps: a second one, whose updates wait, repeats a clipped call.
     def build_program(program: Program) -> Step:
-        return post_validated(program, build_step, donate)
+        return repeat_if_invalid(program, build_step, donate)
 
     if make_program is not None and runtime != "distributed":
         return under_autocast(autocast, lambda: build_by_count(make_program, build_program, example_count))

@@ -220,7 +220,7 @@ def scattered_value(op: Op) -> Value:
 
 
 def check_bytes(sizes: Any) -> None:
-    """Raise a TypeError if these are no bytes of values, a ValueError for bytes by name that are no numbers."""
+    """Check the bytes that a caller gives: raise TypeError for another type, ValueError for a wrong number."""
     if sizes is not None and not (isinstance(sizes, Mapping) or callable(sizes) or hasattr(sizes, "storages")):
         raise TypeError(f"bytes are {{name: bytes}}, f(value) or fpipe.sizes(...), found {type(sizes).__name__}.")
     if isinstance(sizes, Mapping):

@@ -33,7 +33,7 @@ from fpipe.meaning.single_device.training_loop import (
     training_loop,
     unwrap_single_step,
 )
-from fpipe.meaning.step import StepInputs, check_key, check_optim, post_validated
+from fpipe.meaning.step import StepInputs, check_key, check_optim, repeat_if_invalid
 from fpipe.meaning.walk import lockstep
 from fpipe.model import Model
 from fpipe.program import PARAMETERS, Op, Program, parts_of
@@ -127,7 +127,7 @@ def check_training(
         def walk_in_lockstep(program: Program, _: bool) -> Any:
             return partial(lockstep, program, model, inner_replicas=inner_replicas)
 
-        walk = post_validated(program, walk_in_lockstep, donate=False)
+        walk = repeat_if_invalid(program, walk_in_lockstep, donate=False)
         compare = compare if not _updates_shards_by_fused_rule(program, op) else partial(_compare_to_rounding, compare)
         report = compare(walk(StepInputs(params, None, state, optim, keys), batches_by_replica), expected)
     # 4. Say by how many steps each stage's parameters are behind at most.

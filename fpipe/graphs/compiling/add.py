@@ -54,6 +54,7 @@ def add_into_sums(graph: Graph, labels: Sequence[str], flags: Any, *, exact: boo
     dropped: set[int] = set()
     facts, reads, writes = dict(graph.facts), dict(graph.reads), {}
     leading_nodes: list[Node] = []
+    # 1. Name the sum of each gradient, and make the op that adds to it.
     for label, leaves in graph.writes.items():
         if label not in labels:
             writes[label] = leaves
@@ -87,6 +88,7 @@ def add_into_sums(graph: Graph, labels: Sequence[str], flags: Any, *, exact: boo
             (nodes_after.setdefault(anchor, []) if anchor >= 0 else leading_nodes).append(add)
         reads[sums] = tuple(totals)
         writes[sums] = tuple(totals)
+    # 2. Put these ops into the list, and leave out the products that they compute.
     nodes = [*leading_nodes]
     for index, node in enumerate(graph.nodes):
         nodes += [] if index in dropped else [node]

@@ -56,6 +56,7 @@ _STATE = _MarkState()
 
 # An op may not return its input itself, so each mark is an alias of it.
 def _keep_alias(value: Tensor) -> Tensor:
+    """Return an alias of a value, which the traced stage notes as one that must not be computed twice."""
     value = torch.ops.aten.alias.default(value)
     if _STATE.kept_tensors is not None:
         _STATE.kept_tensors.append(value)

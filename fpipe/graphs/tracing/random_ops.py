@@ -93,9 +93,11 @@ class GeneratorWatch:
                 raise Untraceable(misuse)
 
     def _describe_misuse(self) -> str | None:
+        """Return how the watched function misused torch's generators; None if it did not."""
         for generator, (seed, state) in zip(self.generators, self.initial_states, strict=True):
             seeded_state = torch.Generator(generator.device).manual_seed(seed).get_state()
             current_state = generator.get_state()
+            # Another seed, or the same seed anew: the state is the first of the seed, which it was not before.
             if generator.initial_seed() != seed or (
                 torch.equal(current_state, seeded_state) and not torch.equal(current_state, state)
             ):

@@ -91,6 +91,7 @@ def _fake_mode() -> Any:
 
 
 def _outline(function: FlatFunction, reads: LeavesByLabel, per_row: bool, model: Model | None) -> Outline:
+    """Return the inputs, results and ops of a function, which runs once on fake tensors."""
     storage_numbers: dict[int, int] = {}
     caches_casts = torch.is_autocast_cache_enabled()
     with _backward_in_this_thread(), _with_autocast_cache(caches_casts), as_in_make_fx():
@@ -360,7 +361,8 @@ def _build_graph(
     storage_numbers: dict[int, int] = {}
     used_names: set[str] = set()
     reads: dict[str, list[Any]] = {label: [None] * len(leaves) for label, leaves in leaves_by_label.items()}
-    # Placeholders come in the order of the slots, results in the order of the labelled leaves that are tensors.
+    # 1. Name each node: an input by its slot, in whose order placeholders come. Every other node is a constant, an
+    #    argument of its readers (a function, a size), an alias, or an op.
     remaining_slots = iter(slots)
     results: list[Any] = []
     for node in traced.graph.nodes:
@@ -396,6 +398,7 @@ def _build_graph(
         if isinstance(value, Tensor):
             node_fact = fact_of_tensor(value, storage_numbers)
             facts[name] = node_fact._replace(aval=node_fact.aval._replace(wants_grad=False))
+    # 2. Put results under their labels: they come in the order of the labelled leaves that are tensors.
     writes: dict[str, list[Any]] = {}
     result_nodes = iter(results)
     for label, leaves in labelled_results:

@@ -178,6 +178,7 @@ class _AbstractWalk:
         return Shapes(self._context, self._untraced, self._copies, self._calls, *walk_results)
 
     def infer_writes(self, op: Op) -> None:
+        """Infer the abstract tree of each value that an op writes."""
         if self._untraced.runs(op):
             self._trees.update(zip(op.writes, self._dry_runs.infer_writes(op, self._trees), strict=True))
         elif op.kind in "FRBI":

@@ -151,14 +151,14 @@ def with_scale(run: Callable[..., Any], index: int, weight: torch.Tensor) -> Cal
 
 
 def send_locally(*lists: Leaves) -> Sequence[Leaves]:
-    """Run a SEND within one process: the leaves in new lists."""
+    """Run a SEND within one process: move the leaves into new lists."""
     copies = [leaves[:] for leaves in lists]
     _empty(lists)
     return copies
 
 
 def receive_locally(*lists: Leaves) -> Sequence[Leaves]:
-    """Run a RECV within one process: the very lists, which nobody else reads."""
+    """Run a RECV within one process: return the lists of its SEND, which have no other reader."""
     return lists
 
 

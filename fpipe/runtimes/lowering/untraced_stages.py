@@ -166,6 +166,7 @@ class DryRuns:
         return AbstractTree(tuple(map(fact_wanting_grad, facts) if flows else facts), spec)
 
     def _in_own_storages(self, abstract: AbstractTree) -> AbstractTree:
+        """Return the facts of copies of these leaves, each in memory of its own; integers keep their numbers."""
         leaves = [fact_in_own_storage(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in abstract.leaves]
         for leaf, own_leaf in zip(abstract.leaves, leaves, strict=True):
             if isinstance(leaf, Fact) and leaf.storage in self._integers:

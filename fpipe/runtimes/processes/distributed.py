@@ -44,8 +44,8 @@ from fpipe.runtimes.processes.step_header import (
     StepsByHeader,
     claims_by_count,
     merge_sides,
-    refuse_one_count,
     refuse_other_exchanges,
+    refuse_varying_counts,
     sides_of,
 )
 from fpipe.runtimes.processes.transfers import Transfers
@@ -120,7 +120,7 @@ def build_rank_step(
         if make_program is not None:
             sides = sides_of(batch)
             batch = merge_sides([sides], sides, program.microbatches)
-            refuse_one_count(lane, step_options, replicas)
+            refuse_varying_counts(lane, step_options, replicas)
         groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
         shapes = StepInputs(*tree.tree_map(as_meta, (_fill_params(model, params), batch, state)))
         shapes = replace(shapes, optim=example_optim(program, shapes.params), key=example_key(program))

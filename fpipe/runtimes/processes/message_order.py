@@ -27,7 +27,7 @@ class Message(NamedTuple):
         number: its index among all messages.
         cell: the op that wrote the value.
         place_in_direction: its index among the messages from its source to its target.
-        heard_count: how many messages from its target its source has received before it sends this one.
+        acknowledged_count: how many messages from its target its source has received before it sends this one.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Message(NamedTuple):
     source: int
     target: int
     place_in_direction: int
-    heard_count: int
+    acknowledged_count: int
 
 
 def messages_of(program: Program) -> list[Message]:
@@ -45,7 +45,8 @@ def messages_of(program: Program) -> list[Message]:
     cells = {value: op.cell for op in ops for value in op.writes}
     targets = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
     sent_by_direction = defaultdict[tuple[int, int], list[Value]](list)
-    heard_counts, received = defaultdict[tuple[int, int], int](int), set[Value]()
+    # By direction: how many messages of the other direction its sender has received.
+    counts, received = defaultdict[tuple[int, int], int](int), set[Value]()
     messages_in_order: list[Message] = []
     for op in ops:
         for operand, value in zip(op.reads, op.writes, strict=True) if op.kind == "SEND" else ():
@@ -53,12 +54,11 @@ def messages_of(program: Program) -> list[Message]:
             # Count the answers that the sender has received by now. Its message acknowledges them: the receiver then
             # knows that these buffers have arrived, and frees them without waiting.
             direction_values, reverse_values = sent_by_direction[direction], sent_by_direction[targets[value], op.rank]
-            while heard_counts[direction] < len(reverse_values) and reverse_values[heard_counts[direction]] in received:
-                heard_counts[direction] += 1
+            while counts[direction] < len(reverse_values) and reverse_values[counts[direction]] in received:
+                counts[direction] += 1
             cell = cells.get(operand, op.cell)
             number, place_in_direction = len(messages_in_order), len(direction_values)
-            heard_count = heard_counts[direction]
-            messages_in_order.append(Message(number, value, cell, *direction, place_in_direction, heard_count))
+            messages_in_order.append(Message(number, value, cell, *direction, place_in_direction, counts[direction]))
             direction_values.append(value)
         received.update(op.reads if op.kind == "RECV" else ())
     return messages_in_order
@@ -169,7 +169,7 @@ def peak_bytes_in_flight(program: Program, bytes_by_number: Mapping[int, int]) -
             bytes_by_rank[message.source] += bytes_by_number[message.number]
             post(direction, counts_by_direction[direction][message.number])
             first_unfreed = freed_by_direction.get(reverse, 0)
-            for acknowledged in messages_by_direction.get(reverse, ())[first_unfreed : message.heard_count]:
+            for acknowledged in messages_by_direction.get(reverse, ())[first_unfreed : message.acknowledged_count]:
                 bytes_by_rank[message.target] -= bytes_by_number[acknowledged.number]
                 freed_by_direction[reverse] += 1
             peak_by_rank = [*map(max, peak_by_rank, bytes_by_rank)]

@@ -193,8 +193,8 @@ def refuse_other_exchanges(program: Program, other_program: Program) -> None:
         )
 
 
-def refuse_one_count(lane: ExchangeLane, options: StepOptions, replicas: Replicas | None) -> None:
-    """Raise ValueError for what several pipelines do at once, and so needs one program."""
+def refuse_varying_counts(lane: ExchangeLane, options: StepOptions, replicas: Replicas | None) -> None:
+    """Raise ValueError for a step of any number of microbatches that would need the same number in all pipelines."""
     if lane.groups:
         raise ValueError("stages exchange along an axis: build a program, not a function.")
     if options.graph and replicas is not None:

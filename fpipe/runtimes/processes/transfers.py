@@ -359,7 +359,7 @@ class Transfers:
         """Free the send buffers that a received message acknowledges."""
         # Its sender had received these messages before it sent this one, so waiting for their sends takes no time.
         outgoing = self._outgoing_by_target.get(received.source, ())
-        for index in range(self._freed_counts.get(received.source, 0), received.heard_count):
+        for index in range(self._freed_counts.get(received.source, 0), received.acknowledged_count):
             self._free(outgoing[index])
 
     def _free(self, message: Message) -> None:
