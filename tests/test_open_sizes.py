@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fpipe
+from fpipe.graphs.compiling import code
 from fpipe.graphs.tracing import trace_cache
 from fpipe.graphs.tracing.open_sizes import canonical_parts
 from fpipe.graphs.tracing.stage_call import StageCall, aval_with_grad
@@ -112,6 +113,16 @@ def test_new_lengths_have_the_bits_of_autograd_without_a_trace(monkeypatch: pyte
         expected = gradients_of(net, inputs, target)
         assert all(map(torch.equal, actual, expected))
         assert bool(traced) == (count < 2)
+
+
+def test_lengths_share_their_compiled_code() -> None:
+    """Sizes stood in the text as literals, so each new length was compiled, and its code kept."""
+    step = build_step(nn.Sequential(*(Attention() for _ in range(2))))
+    miss_counts = list[int]()
+    for length in (5, 8, 6, 31, 9):
+        step(torch.randn(2, length, 8), torch.randn(2, length, 8))
+        miss_counts.append(code._compile_text.cache_info().misses)
+    assert miss_counts[1:] == [miss_counts[1]] * 4
 
 
 def test_a_branch_on_a_length_is_a_guard() -> None:
