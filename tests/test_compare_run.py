@@ -245,6 +245,16 @@ class Coupled(Loop):
         self.optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.1)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class StaleGradients(Loop):
+    def clip_grads(self) -> Tensor:
+        norm = super().clip_grads()
+        grads = [param.grad for param in self.net.parameters()]
+        for param, grad in zip(self.net.parameters(), getattr(self, "stale", grads), strict=True):
+            param.grad = grad
+        self.stale = grads
+        return norm
+
+
 class Restoring(Loop):
     def zero_grad(self) -> None:
         super().zero_grad()
@@ -264,6 +274,7 @@ LOOP_MISTAKES: list[tuple[type[Loop], str, str, str]] = [
     (WithoutDecay, "0.weight", "update", "there is no weight decay"),
     (OtherRate, "0.weight", "update", "the learning rate is 0.02, not 0.01"),
     (Coupled, "0.weight", "update", "it is Adam, not AdamW"),
+    (StaleGradients, "0.weight", "update", "gradients of the step before are used"),
     (Restoring, "0.weight", "update", "its step is not that of AdamW"),
 ]
 
@@ -275,6 +286,91 @@ def test_a_wrong_loop_is_named(tmp_path: Path, loop: type[Loop], subject: str, p
     report = refusal(net, tmp_path)
     assert (report.where, report.phase) == (subject, phase)
     assert mistake in report.mistake
+
+
+class Head(nn.Module):
+    """Attention of one head whose softmax runs in float32, over tokens."""
+
+    softmax_dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(7, 8), nn.Linear(8, 24), nn.Linear(8, 7)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embed(ids)).chunk(3, -1)
+        weights = torch.softmax((8 * q @ k.mT).to(self.softmax_dtype), -1).float()
+        return self.out(weights @ v)
+
+
+def token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def record_tokens(folder: Path, net: nn.Module, loss: Callable[..., Tensor] = token_loss, **options: Any) -> None:
+    """Record two microbatches; in the first some targets are ignored."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, 7, (4, 5))
+    targets = ids.clone()
+    targets[:2, 3:] = -100
+    with fpipe.record_run(folder, net=net, **options) as record, record.step((ids, targets)):
+        for pair in zip(ids.split(2), targets.split(2), strict=True):
+            with record.microbatch(pair):
+                loss(net(pair[0]), pair[1]).backward()
+
+
+def test_mistakes_over_tokens_are_named(tmp_path: Path):
+    torch.manual_seed(0)
+    nets = [Head() for _ in range(2)]
+    plain_nets = copy.deepcopy(nets)
+    nets[0].softmax_dtype = torch.bfloat16
+    losses = token_loss, lambda logits, ids: token_loss(logits, ids.clamp(min=0))
+    messages = "the net, forward of step 0: its softmax computes in bfloat16", "outputs count whose targets are ignored"
+    for k in range(2):
+        record_tokens(tmp_path / str(k), nets[k], losses[k])
+        with pytest.raises(fpipe.GradientMismatch, match=messages[k]):
+            fpipe.compare_run(plain_nets[k], tmp_path / str(k), loss=token_loss)
+
+
+def test_losses_may_weigh_microbatches_by_their_targets(tmp_path: Path):
+    record_tokens(tmp_path, Head(), lambda logits, ids: token_loss(logits, ids) * (ids >= 0).sum() / 16)
+    report = fpipe.compare_run(Head(), tmp_path, loss=token_loss)
+    assert report.notes == ("The loss of a microbatch is its share of the rows or targets times the reference's.",)
+
+
+def test_only_modules_of_a_pattern_are_recorded(tmp_path: Path):
+    """Others are judged as a part of the module around them, so the gradients are complete."""
+    record_tokens(tmp_path, Head(), modules=("q*",))
+    leaves = [leaf.name for leaf in fpipe.compare_run(Head(), tmp_path, loss=token_loss).leaves]
+    assert {name for name in leaves if "output 0" in name} == {
+        "step 0: qkv, output 0",
+        "step 0: the net, output 0",
+        "step 0: gradient of output 0 of qkv",
+    }
+    assert "step 0: gradient of embed.weight after microbatch 1, rank 0" in leaves
+
+
+def test_a_llama_of_transformers_is_judged_from_ten_lines(tmp_path: Path):
+    """Used to count gradients twice, because an output class of transformers could not be built again."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=7, use_cache=False, **sizes))
+    plain_net = copy.deepcopy(net)
+    net.model.layers[1].input_layernorm.variance_epsilon = 1e-3
+    for name, trained_net in {"right": copy.deepcopy(plain_net), "wrong": net}.items():
+        optimizer = torch.optim.AdamW(trained_net.parameters(), lr=0.01)
+        ids = torch.randint(0, 7, (4, 5))
+        with fpipe.record_run(tmp_path / name, net=trained_net, optimizer=optimizer) as record, record.step(ids):
+            for part in ids.split(2):
+                with record.microbatch(part):
+                    (trained_net(input_ids=part, labels=part).loss / 2).backward()
+            optimizer.step()
+    assert fpipe.compare_run(plain_net, tmp_path / "right").where is None
+    with pytest.raises(fpipe.GradientMismatch) as refused:
+        fpipe.compare_run(plain_net, tmp_path / "wrong")
+    sentence = "model.layers.1.input_layernorm, forward of step 0: its variance_epsilon is 0.001, not 1e-06."
+    assert str(refused.value).splitlines()[0] == sentence
 
 
 def test_damaged_records_are_refused(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Recorded runs on two processes: replicas, DDP, FSDP2 and torch's pipeline, right ones and mistakes."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +43,36 @@ def reduce_grads(net: nn.Module, rank: int, case: str) -> None:
         if case == "reduced twice":
             dist.all_reduce(param.grad)
             dist.all_reduce(param.grad)
+        if case == "divided twice":
+            param.grad /= 2
 
 
 def train(rank: int, folder: str, case: str) -> None:
     net: Any = make_net()
-    if case == "ddp":
+    if "ddp" in case:
         net = DistributedDataParallel(net)
-    if case == "fsdp2":
+    if "fsdp2" in case:
         net = fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     with fpipe.record_run(folder, net=net, optimizer=optimizer) as record:
         for x, t in make_batches(rank):
             with record.step((x, t), clip=0.1):
                 for a, b in zip(x.split(4), t.split(4), strict=True):
-                    with record.microbatch((a, b)):
+                    with record.microbatch((a, b)), net.no_sync() if "no sync" in case else nullcontext():
                         (mse(net(a), b) / 2).backward()
-                if case not in ("ddp", "fsdp2"):
+                if case == "clip first":
+                    record.clipped(nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+                if "ddp" not in case and "fsdp2" not in case:
                     reduce_grads(net, rank, case)
                 record.reduced()
                 clip = 0.1 if case != "clip per rank" or rank == 0 else 0.05
-                record.clipped(nn.utils.clip_grad_norm_(net.parameters(), clip))
+                params = [p.grad.to_local() for p in net.parameters()] if "norm of parts" in case else None
+                if params is not None:
+                    norm = nn.utils.get_total_norm(params)
+                    torch._foreach_mul_(params, 0.1 / float(norm + 1e-6))
+                    record.clipped(norm)
+                elif case != "clip first":
+                    record.clipped(nn.utils.clip_grad_norm_(net.parameters(), clip))
                 optimizer.step()
                 optimizer.zero_grad()
             if case == "stale rank" and rank == 1:
@@ -81,6 +92,10 @@ def test_right_replicas_are_right(two: Processes, tmp_path: Path, case: str):
     [
         ("norm not reduced", "2.weight", "reduction", "it is not added over ranks: rank 0 has its own"),
         ("reduced twice", "0.weight", "reduction", "it is 4 x the mean of 2 ranks: reduced twice?"),
+        ("ddp, no sync", "0.weight", "reduction", "it is not added over ranks: rank 0 has its own"),
+        ("divided twice", "0.weight", "reduction", "it is 0.5 x the mean of 2 ranks: divided twice"),
+        ("clip first", "the clip", "clip", "it stands before the reduction"),
+        ("fsdp2, norm of parts", "the norm", "norm", "each rank has the norm of its own part"),
         ("rank missing", "0.weight", "reduction", "rank 1 is missing"),
         ("clip per rank", "the clip", "clip", "x those before the clip, not"),
         (
@@ -98,6 +113,28 @@ def test_wrong_replicas_are_named(two: Processes, tmp_path: Path, case: str, sub
     report: Any = refused.value.report
     assert (report.where, report.phase) == (subject, phase)
     assert mistake in report.mistake
+
+
+def train_dropout(rank: int, folder: str, offset: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))
+    batches = make_batches(rank)
+    torch.manual_seed(offset * rank)
+    with fpipe.record_run(folder, net=net) as record, record.step():
+        with record.microbatch():
+            mse(net(batches[0][0]), batches[0][1]).backward()
+        for param in net.parameters():
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+        record.reduced()
+
+
+def test_equal_seeds_are_noted(two: Processes, tmp_path: Path):
+    sentence = "1 draws the same numbers on ranks 0 and 1: are their seeds equal?"
+    for offset in (0, 1):
+        two.run(train_dropout, str(tmp_path / str(offset)), offset)
+        notes = fpipe.compare_run(nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)), tmp_path / str(offset)).notes
+        assert (sentence in notes) == (offset == 0)
 
 
 def train_pipeline(rank: int, folder: str, memory_is_nan: bool) -> None:

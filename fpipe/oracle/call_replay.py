@@ -11,7 +11,7 @@ Calls are replayed from the last to the first, children before parents: a parent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.oracle.explain_call import explain_gradient, explain_output
+from fpipe.oracle.explain_call import explain_gradient, explain_output, find_mistake
+from fpipe.oracle.recorded_step import RecordedStep
 from fpipe.oracle.run_report import PHASES, Fault, Findings, eps_of, noises, rounding_limit
-from fpipe.recording.record_files import RankRecord, as_spec, from_spec, hashes_of, is_plain
+from fpipe.recording.record_files import as_spec, from_spec, hashes_of, is_plain
 from fpipe.verification.report import PrecisionWatch
 
 Call = dict[str, Any]
@@ -30,6 +31,10 @@ Call = dict[str, Any]
 
 class OtherCalls(ValueError):
     """The reference calls a child more or less often than the record."""
+
+
+class UnknownPart(ValueError):
+    """A rank's part of a DTensor cannot be placed in the whole."""
 
 
 @dataclass
@@ -45,6 +50,7 @@ class CallResult:
         readers: for each child, the places that its outputs reach without passing another: other children, or -1 for
             the call's own outputs.
         eps: the machine epsilon of the coarsest result.
+        has_grads: whether the backward could be replayed.
     """
 
     outputs: list[Tensor]
@@ -54,6 +60,7 @@ class CallResult:
     param_grads: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     readers: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     eps: float = 0.0
+    has_grads: bool = True
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return all tensors by a name of their place, so that two replays can be compared."""
@@ -78,19 +85,13 @@ class MicrobatchReplay:
         is_whole: whether every call of the net could be replayed, so that `param_grads` are complete.
     """
 
-    def __init__(
-        self,
-        net: nn.Module,
-        record: RankRecord,
-        calls: Sequence[Call],
-        moment: tuple[int, ...],
-        partial_modules: Collection[str] = (),
-    ) -> None:
-        self._partial_modules = partial_modules
-        self._net, self._record, self._calls, self._moment = net, record, calls, moment
+    def __init__(self, net: nn.Module, rank: RecordedStep, microbatch: int) -> None:
+        self._partial_modules = rank.partial_modules(net)
+        calls: list[Call] = rank.header["microbatches"][microbatch]["calls"]
+        self._net, self._record, self._calls, self._moment = net, rank.record, calls, (rank.step, microbatch)
         self._modules = dict(net.named_modules())
         self._name_by_param = {param: name for name, param in net.named_parameters()}
-        # An output class of a library cannot be built again: its call is judged, but has no stub in its parent.
+        # An output that cannot be built again is judged, but has no stub in its parent.
         self._is_judged = [self._can_judge(call) for call in calls]
         self._has_stub = [ok and is_plain(calls[i]["output"]) for i, ok in enumerate(self._is_judged)]
         # A pipeline may run its stages once more without a backward, to learn their shapes.
@@ -104,6 +105,9 @@ class MicrobatchReplay:
             or not [*self._modules.get(call["module"], net).parameters(recurse=False)]
             for number, call in enumerate(calls)
         )
+        # A module without hooks is replayed as a part of one around it, which a pipeline's stage may not have.
+        judged_modules = {call["module"] for call, is_judged in zip(calls, self._is_judged, strict=True) if is_judged}
+        self.is_whole &= all(judged_modules.intersection(_modules_around(name)) for name in rank.before)
 
     def module_of(self, number: int) -> nn.Module:
         """Return the reference's module of a call."""
@@ -126,8 +130,9 @@ class MicrobatchReplay:
                 self.is_whole = False
                 continue
             self._judge_call(number, result, findings)
-            # What a parent without a stub repeats of its child counts there.
-            if self._has_stub[number] or not any(self._is_judged[i] for i in self._calls_around(number)[1:]):
+            # A call without a stub is repeated by the judged call around it, with all that is inside: it counts there.
+            judged_calls = [i for i in self._calls_around(number) if self._is_judged[i]]
+            if all(self._has_stub[i] for i in judged_calls[:-1]):
                 self._add_param_grads(number, result)
 
     def replay(
@@ -157,7 +162,8 @@ class MicrobatchReplay:
             # A copy: code may change what it is handed in place, which torch forbids for a leaf.
             return tensor.clone()
 
-        args, kwargs = (from_spec(call[key], lambda name: leaf_of(name, leaves)) for key in ("args", "kwargs"))
+        inner_call = _module_call(call)
+        args, kwargs = (from_spec(inner_call[key], lambda name: leaf_of(name, leaves)) for key in ("args", "kwargs"))
         children = [i for i in range(number + 1, len(self._calls)) if self._has_stub[i] and self._parent(i) == number]
         result = CallResult([])
 
@@ -172,7 +178,10 @@ class MicrobatchReplay:
         with self._environment(call), _lent_params(params, call["param_dtype"], moved), PrecisionWatch() as precision:
             with self._stubs(children, run_stub), change(module) if change else _nothing():
                 result.outputs = _tensors_in(module(*args, **kwargs))
-            self._differentiate(number, result, leaves, outputs_by_child, params, moved, finds_readers)
+            try:
+                self._differentiate(number, result, leaves, outputs_by_child, params, moved, finds_readers)
+            except UnknownPart:
+                result.has_grads = self.is_whole = False
         result.eps = max(precision.eps, eps_of(*result.outputs))
         return result
 
@@ -187,11 +196,10 @@ class MicrobatchReplay:
         finds_readers: bool,
     ) -> None:
         """Run the backward of a call from the gradients of its outputs and of its children's inputs."""
-        grads = self._recorded_grads(number)
-        roots = [*zip(result.outputs, grads, strict=False)]
+        roots = [*zip(result.outputs, self._recorded_grads(_module_call(self._calls[number])), strict=False)]
         for child, inputs in result.child_inputs.items():
             if child in self._results:
-                roots += zip(inputs, self._results[child].input_grads, strict=False)
+                roots += zip(inputs, self._outer_input_grads(child), strict=False)
         pairs = [
             (root, moved(grad) if moved else grad)
             for root, grad in roots
@@ -228,7 +236,7 @@ class MicrobatchReplay:
         call, limits = self._calls[number], _Limits(self, number, result)
         label = f"step {self._moment[0]}: {call['module'] or 'the net'}"
         # 1. Forward: the call's outputs, and what it hands to its children.
-        recorded = [self._record.tensor(name) for name in hashes_of(call["output"])]
+        recorded = [self._record.tensor(name) for name in hashes_of(_module_call(call)["output"])]
         if len(recorded) != len(result.outputs):
             sentence = f"it returns {len(recorded)} tensors, and the reference {len(result.outputs)}"
             findings.faults.append(self._fault(call["module"], "forward", sentence, call["end"]))
@@ -244,15 +252,18 @@ class MicrobatchReplay:
                 break
         for child, inputs in result.child_inputs.items():
             name, start = self._calls[child]["module"], self._calls[child]["start"]
-            recorded_inputs = [
-                self._record.tensor(name)
-                for name in chain(hashes_of(self._calls[child]["args"]), hashes_of(self._calls[child]["kwargs"]))
-            ]
+            recorded_inputs = [self._record.tensor(name) for name in _input_hashes(self._calls[child])]
             for i, (actual, expected) in enumerate(zip(recorded_inputs, inputs, strict=False)):
                 if not findings.agree(
                     f"{label}, input {i} of {name}", actual, expected, limits.limit_of(f"handed {child} {i}")
                 ):
-                    mistake = f"{name} is handed another input: {explain_gradient(actual, expected)}"
+                    mistake = find_mistake(
+                        self.module_of(number),
+                        lambda change, child=child, i=i: self.replay(number, change=change).child_inputs[child][i],
+                        actual,
+                        expected,
+                    )
+                    mistake = mistake or f"{name} is handed another input: {explain_gradient(actual, expected)}"
                     findings.faults.append(self._fault(call["module"], "forward", mistake, start))
                     break
         # 2. Backward: the gradient of each child's outputs.
@@ -260,7 +271,7 @@ class MicrobatchReplay:
             # Two calls that return one tensor cannot divide its gradient between them.
             if self._calls[child]["is_shared"] or call["is_shared"]:
                 continue
-            for i, (actual, expected) in enumerate(zip(self._recorded_grads(child), grads, strict=False)):
+            for i, (actual, expected) in enumerate(zip(self._recorded_grads(self._calls[child]), grads, strict=False)):
                 self._judge_child_grad(number, child, i, actual, expected, limits, findings)
 
     def _judge_child_grad(
@@ -315,7 +326,7 @@ class MicrobatchReplay:
             and call["module"] not in self._partial_modules
             and not call["draws_on_device"]
         )
-        return is_known and is_plain(call["args"]) and is_plain(call["kwargs"])
+        return is_known and is_plain(_module_call(call)["args"]) and is_plain(_module_call(call)["kwargs"])
 
     def _calls_around(self, number: int | None) -> list[int]:
         """Return a call and all calls around it, from the inside."""
@@ -332,8 +343,28 @@ class MicrobatchReplay:
                 return ancestor
         return None
 
-    def _recorded_grads(self, number: int) -> list[Tensor | None]:
-        grads = self._calls[number]["grads"]
+    def _outer_input_grads(self, child: int) -> list[Tensor | None]:
+        """Return the gradients of a child's inputs as its parent hands them: of a whole DTensor a part.
+
+        Raises:
+            UnknownPart: the parent's tensor is no part of the whole, or one of several equal parts; or the child's
+                gradients are not known.
+        """
+        call, grads = self._calls[child], self._results[child].input_grads
+        if not self._results[child].has_grads:
+            raise UnknownPart
+        if "inner" not in call:
+            return grads
+        inputs = [[self._record.tensor(name) for name in _input_hashes(part)] for part in (call, call["inner"])]
+        if len(inputs[0]) != len(inputs[1]):
+            raise UnknownPart
+        return [
+            grad if grad is None else grad.narrow(*_region_of(part, whole_tensor))
+            for part, whole_tensor, grad in zip(*inputs, grads, strict=True)
+        ]
+
+    def _recorded_grads(self, call: Call) -> list[Tensor | None]:
+        grads = call["grads"]
         return [self._record.tensor(grads[str(i)]) if grads[str(i)] else None for i in range(len(grads))]
 
     def _named_params(self, module: str) -> dict[str, nn.Parameter]:
@@ -383,6 +414,47 @@ class MicrobatchReplay:
         unused = next((name for name, numbers in numbers_by_module.items() if numbers), None)
         if unused is not None:
             raise OtherCalls(f"it calls {unused} more often than the reference")
+
+
+def _module_call(call: Call) -> Call:
+    """Return a call as its module sees it, inside of hooks that turn parts into DTensors and back."""
+    return call.get("inner", call)
+
+
+def _modules_around(param: str) -> list[str]:
+    """Return the names of the modules that have a parameter, from the outside.
+
+    >>> _modules_around("blocks.0.weight")
+    ['', 'blocks', 'blocks.0']
+    """
+    names = param.split(".")[:-1]
+    return [".".join(names[:depth]) for depth in range(len(names) + 1)]
+
+
+def _input_hashes(call: Call) -> list[str]:
+    return [*hashes_of(call["args"]), *hashes_of(call["kwargs"])]
+
+
+def _region_of(part: Tensor, whole_tensor: Tensor) -> tuple[int, int, int]:
+    """Return the dimension, start and length of the only region of a tensor that has the numbers of a part.
+
+    >>> _region_of(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    (0, 2, 2)
+    """
+    if part.shape == whole_tensor.shape and part.ndim:
+        return 0, 0, len(part)
+    regions = list[tuple[int, int, int]]()
+    for dim in range(part.ndim if part.ndim == whole_tensor.ndim else 0):
+        size = part.shape[dim]
+        if (
+            part.shape[:dim] + part.shape[dim + 1 :] == whole_tensor.shape[:dim] + whole_tensor.shape[dim + 1 :]
+            and size
+        ):
+            starts = range(0, whole_tensor.shape[dim] - size + 1, size)
+            regions += [(dim, k, size) for k in starts if torch.equal(whole_tensor.narrow(dim, k, size), part)]
+    if len(regions) != 1:
+        raise UnknownPart
+    return regions[0]
 
 
 class _Limits:

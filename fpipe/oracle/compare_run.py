@@ -25,6 +25,7 @@ from fpipe.oracle.run_phases import (
     judge_reduction,
     judge_replicas,
     judge_start,
+    note_equal_draws,
 )
 from fpipe.oracle.run_report import Findings, RunReport, report_of
 from fpipe.oracle.run_update import judge_update
@@ -92,14 +93,21 @@ def judge_step(
     findings: Findings,
 ) -> None:
     """Judge one step of all ranks, phase after phase."""
+    if any(rank.is_digest for rank in ranks):
+        findings.notes["Batch, forward, loss, backward, accumulation and update are not judged: it is a digest."] = None
+        for judge in (judge_reduction, judge_norm, judge_replicas):
+            judge(ranks, findings)
+        for rank in ranks:
+            judge_clip(rank, ranks, None, findings)
+        return
+    note_equal_draws(ranks, findings)
     replays = list[list[MicrobatchReplay]]()
     for rank in ranks:
         judge_batch(rank, findings)
         rank.load(net)
         replays.append([])
-        for k, microbatch in enumerate(rank.header["microbatches"]):
-            moment = (rank.step, k)
-            replay = MicrobatchReplay(net, rank.record, microbatch["calls"], moment, rank.partial_modules(net))
+        for k in range(len(rank.header["microbatches"])):
+            replay = MicrobatchReplay(net, rank, k)
             replay.run(findings)
             replays[-1].append(replay)
     for rank in ranks:
@@ -109,47 +117,68 @@ def judge_step(
     judge_reduction(ranks, findings)
     judge_norm(ranks, findings)
     for number, rank in enumerate(ranks):
-        judge_clip(rank, ranks, findings)
-        judge_update(rank, None if former is None else former[number], findings)
+        former_rank = None if former is None else former[number]
+        judge_clip(rank, ranks, former_rank, findings)
+        judge_update(rank, former_rank, findings)
     judge_replicas(ranks, findings)
 
 
 def _judge_loss(rank: RecordedStep, loss: Loss | None, findings: Findings) -> None:
     """Check that the backward of each microbatch starts from the loss's gradient, by the same factor in each."""
-    factors = list[tuple[float, int]]()
+    factors, weights = list[float](), list[tuple[int, ...]]()
     for k, microbatch in enumerate(rank.header["microbatches"]):
         roots = [call for call in microbatch["calls"] if call["module"] == "" and call["parent"] is None]
-        root = roots[0] if len(roots) == 1 else None
-        batch = microbatch["batch"]
-        if loss is None or root is None or "tensor" not in root["output"] or not is_plain(batch):
+        if len(roots) != 1 or not roots[0]["grads"].get("0") or not is_plain(microbatch["batch"]):
             continue
-        pair: Any = from_spec(batch, rank.record.tensor)
-        if not isinstance(pair, tuple) or len(pair) < 2 or not root["grads"].get("0"):
+        output, actual = (
+            rank.record.tensor(name) for name in (next(hashes_of(roots[0]["output"])), roots[0]["grads"]["0"])
+        )
+        pair: Any = from_spec(microbatch["batch"], rank.record.tensor)
+        targets = pair[1:] if isinstance(pair, tuple) else ()
+        if not output.ndim:
+            # The net computes its loss itself.
+            expected = torch.ones_like(output)
+        elif loss is None or "tensor" not in roots[0]["output"] or not targets:
             continue
-        output = rank.record.tensor(next(hashes_of(root["output"]))).requires_grad_()
-        with torch.enable_grad():
-            (expected,) = torch.autograd.grad(loss(output, *pair[1:]), [output])
-        actual = rank.record.tensor(root["grads"]["0"])
-        factor = scale_between(actual, expected)
+        else:
+            with torch.enable_grad():
+                (expected,) = torch.autograd.grad(loss(output.requires_grad_(), *targets), [output])
+        factor = scale_between(actual, expected) if output.ndim else float(actual)
         if factor is None:
-            mistake = f"the gradient of the output is {explain_gradient(actual, expected)}"
+            # Where the reference has no gradient at all, nothing was to count.
+            is_ignored = (expected == 0).all(-1, keepdim=True)
+            if is_ignored.any() and scale_between(actual.masked_fill(is_ignored, 0), expected) is not None:
+                mistake = "outputs count whose targets are ignored"
+            else:
+                mistake = f"the gradient of the output is {explain_gradient(actual, expected)}"
             add_fault(findings, "the loss", "loss", mistake, rank.step, k)
             return
-        factors.append((factor, len(output)))
+        factors.append(factor)
+        # Each microbatch may count the same, or by its rows, or by its targets that are not ignored.
+        target = next((x for x in targets if isinstance(x, Tensor)), torch.zeros(1))
+        weights.append((1, len(target), int((target != _IGNORED).sum())))
     if not factors:
         return
-    # Each microbatch counts the same, or by its rows.
-    (first_factor, first_rows), *later_factors = factors
-    are_equal = all(abs(factor - first_factor) <= 1e-3 * abs(first_factor) for factor, _ in later_factors)
-    by_rows = all(
-        abs(f * first_rows - first_factor * rows) <= 1e-3 * abs(first_factor * rows) for f, rows in later_factors
-    )
-    if not are_equal and not by_rows:
-        texts = ", ".join(f"{factor:.4g}" for factor, _ in factors)
+    units = list(zip(*weights, strict=True))
+    unit = next((unit for unit in units if _are_proportional(factors, unit)), None)
+    if unit is None:
+        texts = ", ".join(f"{factor:.4g}" for factor in factors)
         mistake = f"the losses of the microbatches are {texts} x the reference's"
         add_fault(findings, "the loss", "loss", mistake, rank.step)
-    elif first_factor < 0:
+    elif factors[0] < 0:
         add_fault(findings, "the loss", "loss", "its sign is turned", rank.step)
-    elif first_factor != 1.0:
-        factor = f"{first_factor:.6g} x" if are_equal else "its share of the rows times"
-        findings.notes[f"The loss of a microbatch is {factor} the reference's."] = None
+    elif factors[0] != 1.0:
+        factor_text = f"{factors[0]:.6g} x" if unit is units[0] else "its share of the rows or targets times"
+        findings.notes[f"The loss of a microbatch is {factor_text} the reference's."] = None
+
+
+def _are_proportional(factors: Sequence[float], unit: Sequence[int]) -> bool:
+    total, total_weight = sum(factors), sum(unit)
+    return all(
+        abs(factor * total_weight - total * weight) <= 1e-3 * abs(total * weight)
+        for factor, weight in zip(factors, unit, strict=True)
+    )
+
+
+# The class that torch's losses ignore by default.
+_IGNORED = -100

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fpipe.oracle.differences import describe_difference
 from fpipe.oracle.run_report import distance, eps_of
@@ -28,16 +30,14 @@ Change = Callable[[nn.Module], Any]
 """A context in which a module makes a mistake."""
 
 
-def explain_output(module: nn.Module, replay: Callable[[Change], Tensor], actual: Tensor, expected: Tensor) -> str:
-    """Return the mistake that explains an output of a module, or a description of the difference.
+def find_mistake(module: nn.Module, replay: Callable[[Change], Tensor], actual: Tensor, expected: Tensor) -> str:
+    """Return the mistake of a module that explains a tensor of its forward, or "".
 
     Args:
         module: the reference's module.
-        replay: computes the output again under a mistake.
-        actual, expected: the recorded output and the reference's.
+        replay: computes the tensor again under a mistake.
+        actual, expected: the recorded tensor and the reference's.
     """
-    if actual.shape != expected.shape:
-        return f"its output has the shape {[*actual.shape]}, and that of the reference {[*expected.shape]}"
     smallest_error, sentence = _LEFT_SHARE * distance(actual, expected), ""
     for mistake, change in _list_changes(module):
         try:
@@ -48,7 +48,15 @@ def explain_output(module: nn.Module, replay: Callable[[Change], Tensor], actual
         if error <= smallest_error:
             # A later mistake has to be much nearer.
             smallest_error, sentence = error / 2, mistake
-    return sentence or _explain_bias(module, actual, expected) or f"its output is {explain_gradient(actual, expected)}"
+    return sentence
+
+
+def explain_output(module: nn.Module, replay: Callable[[Change], Tensor], actual: Tensor, expected: Tensor) -> str:
+    """Return the mistake that explains an output of a module, as `find_mistake` does, or describe the difference."""
+    if actual.shape != expected.shape:
+        return f"its output has the shape {[*actual.shape]}, and that of the reference {[*expected.shape]}"
+    mistake = find_mistake(module, replay, actual, expected) or _explain_bias(module, actual, expected)
+    return mistake or f"its output is {explain_gradient(actual, expected)}"
 
 
 def explain_gradient(actual: Tensor, expected: Tensor) -> str:
@@ -99,12 +107,15 @@ def _list_changes(module: nn.Module) -> Iterator[tuple[str, Change]]:
     if any(isinstance(part, nn.Dropout) or hasattr(part, "running_mean") for part in module.modules()):
         yield f"it runs in {other_mode} mode, not in {mode} mode", _other_mode
     for dtype in (torch.bfloat16, torch.float16):
-        yield f"it computes in {str(dtype).removeprefix('torch.')}", _autocast(dtype)
+        name = str(dtype).removeprefix("torch.")
+        yield f"it computes in {name}", _autocast(dtype)
+        # Autocast keeps a softmax in float32.
+        yield f"its softmax computes in {name}", partial(_SoftmaxIn, dtype)
 
 
 def _explain_bias(module: nn.Module, actual: Tensor, expected: Tensor) -> str:
     """Name a bias that is added too often or not at all."""
-    for name, param in module.named_parameters(recurse=False):
+    for name, param in module.named_parameters():
         if param.ndim != 1 or expected.shape[-1:] != param.shape:
             continue
         difference = to_double(actual) - to_double(expected)
@@ -112,6 +123,19 @@ def _explain_bias(module: nn.Module, actual: Tensor, expected: Tensor) -> str:
         if times is not None and times == round(times) and times:
             return f"its {name} is {'left out' if times == -1 else f'added {times + 1:g} times'}"
     return ""
+
+
+class _SoftmaxIn(TorchFunctionMode):
+    """A context in which every softmax rounds its input and its result to a dtype."""
+
+    def __init__(self, dtype: torch.dtype, module: nn.Module) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.softmax, torch.nn.functional.softmax, Tensor.softmax):
+            return func(*args, **(kwargs or {}))
+        return func(args[0].to(self.dtype), *args[1:], **(kwargs or {})).to(args[0].dtype)
 
 
 def _attribute(name: str, value: float) -> Change:

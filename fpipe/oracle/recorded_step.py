@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.recording.record_files import RankRecord
+from fpipe.recording.record_files import DIGEST_SUMS, RankRecord
 
 
 class ReferenceNames:
@@ -38,11 +38,22 @@ class RecordedStep:
         unjudged: the parameters of which this rank has a part that the reference cannot place.
     """
 
-    def __init__(self, record: RankRecord, step: int, names: ReferenceNames) -> None:
+    def __init__(self, record: RankRecord, step: int, names: ReferenceNames, has_norms: bool = False) -> None:
         self.rank, self.record, self.step, self.names = record.rank, record, step, names
         self.header: dict[str, Any] = record.steps[step]
+        # A digest has sums, by which linear equations can be checked, and behind them a norm.
+        self._digest_part = slice(DIGEST_SUMS, None) if has_norms else slice(0, DIGEST_SUMS)
         self.unjudged: set[str] = set()
         self.before = self.tensors("before")
+
+    @property
+    def is_digest(self) -> bool:
+        """Whether the record has sums and norms instead of numbers."""
+        return bool(self.header["digest"])
+
+    def as_norms(self) -> RecordedStep:
+        """Return the step itself, or of a digest the step with a norm in place of each tensor."""
+        return RecordedStep(self.record, self.step, self.names, has_norms=True) if self.is_digest else self
 
     def tensors(self, key: str) -> dict[str, Tensor]:
         """Return tensors by parameter: `before`, `after`, `reduced`, `clipped` or `updated`; {} where not recorded."""
@@ -52,6 +63,10 @@ class RecordedStep:
         """Read tensors, and name them as the reference does."""
         tensors = dict[str, Tensor]()
         for name, tensor in self.record.tensors(hash_by_name).items():
+            if self.is_digest:
+                first_target = self._targets(name)[0]
+                tensors[self.names.first_name.get(first_target, first_target)] = tensor[self._digest_part]
+                continue
             for reference_name, part in self._split_fused(name, tensor):
                 first_name = self.names.first_name.get(reference_name)
                 if first_name is None:

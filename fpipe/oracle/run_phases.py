@@ -81,6 +81,24 @@ def _judge_copies(ranks: Sequence[RecordedStep], key: str, phase: str, findings:
                 )
 
 
+def note_equal_draws(ranks: Sequence[RecordedStep], findings: Findings) -> None:
+    """Note modules that draw the same random numbers on two ranks for other inputs: their seeds are equal."""
+    # No fault: Megatron gives all replicas one seed on purpose.
+    inputs_by_draw = dict[tuple[Any, ...], tuple[int, Any]]()
+    for rank in ranks:
+        for k, microbatch in enumerate(rank.header["microbatches"]):
+            for call in microbatch["calls"]:
+                if "rng" not in call:
+                    continue
+                draw = k, call["module"], call["rng"][0]
+                first_rank, first_inputs = inputs_by_draw.setdefault(draw, (rank.rank, call["args"]))
+                if first_rank != rank.rank and first_inputs != call["args"]:
+                    findings.notes[
+                        f"{call['module'] or 'The net'} draws the same numbers on ranks {first_rank} and {rank.rank}: "
+                        "are their seeds equal?"
+                    ] = None
+
+
 def judge_batch(rank: RecordedStep, findings: Findings) -> None:
     """Check that the microbatches of a rank deal each row of its batch once."""
     batch = [rank.record.tensor(name) for name in hashes_of(rank.header["batch"])]
@@ -219,7 +237,12 @@ def final_grads(rank: RecordedStep) -> Tensors:
 
 def judge_reduction(ranks: Sequence[RecordedStep], findings: Findings) -> None:
     """Check that reduced gradients are the sum or mean over the ranks."""
-    local = [rank.microbatch_grads()[-1] for rank in ranks if rank.header["microbatches"]]
+    # A clip before the reduction is a fault of the clip, and what is reduced is clipped.
+    local = [
+        rank.tensors("clipped") if _is_clipped_first(rank) else rank.microbatch_grads()[-1]
+        for rank in ranks
+        if rank.header["microbatches"]
+    ]
     if len(local) != len(ranks):
         return
     final = [final_grads(rank) for rank in ranks]
@@ -262,18 +285,18 @@ def _explain_reduction(
         if any(distance(to_double(actual), remaining / k) <= 1e-3 * error for k in (1, n - 1, n)):
             return f"rank {holders[missing]} is missing"
     scale = scale_between(to_double(actual), total / n)
-    if scale is not None and scale > 1:
-        return f"it is {scale:.6g} x the mean of {n} ranks: reduced twice?"
+    if scale is not None and scale != 1:
+        return f"it is {scale:.6g} x the mean of {n} ranks: {'reduced' if scale > 1 else 'divided'} twice?"
     return f"it is {explain_gradient(to_double(actual), total / n)}, the mean of {n} ranks"
 
 
 def judge_norm(ranks: Sequence[RecordedStep], findings: Findings) -> None:
     """Check that the norm counts each gradient once."""
     # By name: a replica, or a tied parameter on two stages, is one leaf.
-    leaves = dict[str, Tensor]()
+    leaves, ranks = dict[str, Tensor](), [rank.as_norms() for rank in ranks]
     for rank in ranks:
         leaves |= {name: grad for name, grad in final_grads(rank).items() if name not in leaves}
-    if not leaves or any(rank.unjudged for rank in ranks):
+    if not leaves or any(rank.unjudged or _is_clipped_first(rank) for rank in ranks):
         return
     right = joint_norm(leaves.values())
     tolerance = max(_NORM_TOLERANCE, 2 * eps_of(*leaves.values()))
@@ -294,6 +317,10 @@ def _wrong_norms(
     rank: RecordedStep, ranks: Sequence[RecordedStep], leaves: Tensors, right: float
 ) -> Iterator[tuple[str, float]]:
     n = len(ranks)
+    rank_norms = [other_rank.header.get("norm") or 0.0 for other_rank in ranks]
+    # Parts of DTensors are not recorded, but the squares of their norms add up.
+    if n > 1 and abs(sqrt(sum(norm**2 for norm in rank_norms)) - right) <= _NORM_TOLERANCE * right:
+        yield "each rank has the norm of its own part", rank.header["norm"]
     yield f"each rank has the norm of its own part (rank {rank.rank})", joint_norm(final_grads(rank).values())
     if rank.header["microbatches"]:
         yield (
@@ -313,11 +340,13 @@ def _wrong_norms(
             yield f"the tied {name} is counted {rank.names.uses[name]} times", sqrt(right**2 + square)
 
 
-def judge_clip(rank: RecordedStep, ranks: Sequence[RecordedStep], findings: Findings) -> None:
+def judge_clip(
+    rank: RecordedStep, ranks: Sequence[RecordedStep], former: RecordedStep | None, findings: Findings
+) -> None:
     """Check that clipped gradients are the reduced ones times min(1, clip / norm)."""
     final, updated = final_grads(rank), rank.tensors("updated") or rank.tensors("clipped")
     clip, events = rank.header["meant"]["clip"], rank.header["events"]
-    if len(ranks) > 1 and "reduced" in events and "clipped" in events[: events.index("reduced")]:
+    if len(ranks) > 1 and _is_clipped_first(rank):
         add_fault(findings, "the clip", "clip", "it stands before the reduction", rank.step)
         return
     if (
@@ -330,22 +359,28 @@ def judge_clip(rank: RecordedStep, ranks: Sequence[RecordedStep], findings: Find
     if norm is None and clip is not None:
         if len(ranks) > 1:
             return
-        norm = joint_norm(final.values())
+        norm = joint_norm(final_grads(rank.as_norms()).values())
     factor = None if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))
     scales = {name: _scale_of(updated[name], final[name]) for name in final if final[name].count_nonzero()}
     if factor is None:
         # Without a clip that is meant, any one factor may be: that of a clip, or of a loss scale.
         factor = next((scale for scale in scales.values() if scale), 1.0)
-    wrong = [
-        name
-        for name, scale in scales.items()
-        if scale is None or abs(scale - factor) > _clip_tolerance(updated[name]) * factor
-    ]
+    wrong = [name for name, scale in scales.items() if not _is_scaled(updated[name], scale, factor)]
     for name in scales:
         findings.agree(
             f"step {rank.step}: clipped gradient of {name}", updated[name], final[name] * factor, lambda: float("inf")
         )
     if not wrong:
+        return
+    clipped = rank.tensors("clipped")
+    is_stale = (
+        former is not None and "updated" in rank.header and rank.header["updated"] == former.header.get("updated")
+    )
+    if is_stale or (
+        clipped and all(_is_scaled(clipped[name], _scale_of(clipped[name], final[name]), factor) for name in wrong)
+    ):
+        mistake = "gradients of the step before are used" if is_stale else "gradients change after the clip"
+        add_fault(findings, wrong[0], "update", mistake, rank.step)
         return
     found_scales = {scales[name] for name in wrong}
     common = next((scale for scale in found_scales if scale is not None), None)
@@ -360,6 +395,15 @@ def judge_clip(rank: RecordedStep, ranks: Sequence[RecordedStep], findings: Find
     else:
         mistake = f"gradients are {common:.4g} x those before the clip, not {factor:.4g} x"
     add_fault(findings, wrong[0] if len(wrong) < len(scales) else "the clip", "clip", mistake, rank.step)
+
+
+def _is_clipped_first(rank: RecordedStep) -> bool:
+    events = rank.header["events"]
+    return "reduced" in events and "clipped" in events[: events.index("reduced")]
+
+
+def _is_scaled(actual: Tensor, scale: float | None, factor: float) -> bool:
+    return scale is not None and abs(scale - factor) <= _clip_tolerance(actual) * factor
 
 
 def _clip_tolerance(grad: Tensor) -> float:

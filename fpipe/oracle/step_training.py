@@ -161,7 +161,7 @@ def record_step(
     # A step of one rank whose gradients are reduced already: batch, forward and accumulation have no record.
     reduced = dict(grads) or training.by_name(right.grads[-1])
     states = training.by_name(start.opt)
-    header: dict[str, Any] = {"microbatches": [], "fused": {}, "events": ["reduced", "update"]}
+    header: dict[str, Any] = {"microbatches": [], "digest": False, "fused": {}, "events": ["reduced", "update"]}
     if norm is not None:
         header["norm"] = float(norm)
     clip = training.update.clip

@@ -5,7 +5,8 @@ DDP(compile(net)): "module._orig_mod.blocks.0.w"        -->        "blocks.0.w"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import fnmatch
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -31,14 +32,19 @@ class CanonicalNames:
         params, buffers: each tensor, by its first name.
         aliases: the other names of tied parameters, each with the first.
         unseen: the names of compiled modules, whose insides no hook sees.
+        shard_dims: the dimension along which this rank has a part of a plain parameter, by name.
+        shard_group: the ranks that have the parts.
 
     Args:
         net: the net, or the part of it that this rank has.
         names: a function from a name here to the plain net's; or a table of prefixes, {"blocks.0": "blocks.6"}, or of
             fused projections, {"attn.qkv": ("attn.q", "attn.k", "attn.v")}, which parameters alone follow.
+        shards, group: the dimension of plain parts by patterns of names, and the ranks that have them.
     """
 
-    def __init__(self, net: nn.Module, names: Names = None) -> None:
+    def __init__(
+        self, net: nn.Module, names: Names = None, shards: Mapping[str, int] | None = None, group: Any = None
+    ) -> None:
         self.modules = dict[str, nn.Module]()
         self.params, self.buffers = dict[str, nn.Parameter](), dict[str, Any]()
         self.aliases, self.unseen = dict[str, str](), list[str]()
@@ -46,6 +52,12 @@ class CanonicalNames:
         self._names = names
         self._first_name = dict[int, str]()
         self._walk(net, "", is_visible=True)
+        self.shard_group, self.shard_dims = group, dict[str, int]()
+        for pattern, dim in (shards or {}).items():
+            matches = fnmatch.filter(self.params, pattern)
+            if not matches:
+                raise ValueError(f"shards= has {pattern!r}, which fits no parameter.")
+            self.shard_dims |= dict.fromkeys(matches, dim)
 
     def rename(self, name: str) -> str:
         """Return a name as the plain net has it."""
@@ -55,6 +67,13 @@ class CanonicalNames:
             if isinstance(target, str) and (name == prefix or name.startswith(f"{prefix}.")):
                 return target + name[len(prefix) :]
         return name
+
+    def matching_modules(self, patterns: Collection[str]) -> dict[str, nn.Module]:
+        """Return the net and the modules that fit a pattern, but those with a part of a plain parameter."""
+        matches = {"", *(name for pattern in patterns for name in fnmatch.filter(self.modules, pattern))}
+        # Their inputs and outputs are parts too, which the reference has whole.
+        split_modules = {name.rpartition(".")[0] for name in self.shard_dims}
+        return {name: self.modules[name] for name in self.modules if name in matches - split_modules}
 
     def _walk(self, module: nn.Module, path: str, is_visible: bool) -> None:
         # FSDP2 gives a module a class of another name, whose base is the module's own.

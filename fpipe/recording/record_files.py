@@ -16,6 +16,7 @@ from ctypes import c_char
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe.models.parameters.sources import SafetensorsFile
@@ -55,7 +56,7 @@ def as_spec(value: Any, hash_of: Callable[[Tensor], str]) -> Spec:
     if isinstance(value, Mapping):
         fields: Any = value
         spec: Spec = {"dict": {str(key): as_spec(field, hash_of) for key, field in fields.items()}}
-        # Only a plain dict can be built again; of an output class of transformers the tensors are compared.
+        # An output class of transformers is built again as a mapping that is read in the same ways.
         return spec if type(fields) is dict else spec | {"type": type(fields).__name__}
     if type(value) is tuple or type(value) is list:
         return {type(value).__name__: [as_spec(member, hash_of) for member in value]}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
@@ -69,16 +70,32 @@ def from_spec(spec: Spec, tensor_of: Callable[[str], Any]) -> Any:
     if "value" in spec:
         return spec["value"]
     if "dict" in spec:
-        return {key: from_spec(field, tensor_of) for key, field in spec["dict"].items()}
+        fields = {key: from_spec(field, tensor_of) for key, field in spec["dict"].items()}
+        return OutputFields(fields) if "type" in spec else fields
     kind = tuple if "tuple" in spec else list
     return kind(from_spec(member, tensor_of) for member in spec[kind.__name__])
 
 
+class OutputFields(dict[Any, Any]):
+    """A mapping whose values are also attributes and, in order, of numbers, as an output of transformers has them.
+
+    >>> output = OutputFields(loss=0.5, logits=2.0)
+    >>> output.logits, output[0], output["loss"], output.past_key_values
+    (2.0, 0.5, 0.5, None)
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else [*self.values()][key]
+
+
 def is_plain(spec: Spec) -> bool:
     """Whether a value can be built again from its spec: it holds tensors, numbers, text and containers alone."""
-    if "other" in spec or "type" in spec:
-        return False
-    return all(map(is_plain, _members(spec)))
+    return "other" not in spec and all(map(is_plain, _members(spec)))
 
 
 def hashes_of(spec: Spec) -> Iterator[str]:
@@ -93,21 +110,51 @@ def _members(spec: Spec) -> list[Spec]:
     return [*spec.get("dict", {}).values(), *spec.get("list", ()), *spec.get("tuple", ())]
 
 
+DIGEST_SUMS = 64
+
+
+def digest_tensor(tensor: Tensor) -> Tensor:
+    """Return 64 sums of a tensor's numbers, and its norm, in its dtype.
+
+    The sums of a sum of tensors are sums of their sums, so reductions and scales can be checked by them.
+
+    >>> import torch
+    >>> digest_tensor(torch.tensor([3.0, 4.0]))[[0, 1, 63, 64]].tolist()
+    [3.0, 4.0, 0.0, 5.0]
+    """
+    numbers = tensor.detach().flatten()
+    count = len(numbers) // DIGEST_SUMS * DIGEST_SUMS
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    # Number i goes into sum i mod 64. Numbers are widened as they are added, without a wide copy.
+    sums = numbers[:count].view(-1, DIGEST_SUMS).sum(0, dtype=dtype)
+    sums[: len(numbers) - count] += numbers[count:]
+    is_inexact = tensor.is_floating_point() or tensor.is_complex()
+    norm = torch.linalg.vector_norm(numbers if is_inexact else numbers.to(dtype))
+    digest = torch.cat([sums, norm.to(dtype)[None]])
+    return digest.to(tensor.dtype) if is_inexact else digest
+
+
 class TensorWriter:
     """Collects the tensors of one step of a rank, and writes each once a run.
+
+    Args:
+        folder, rank: where the files go.
+        keeps_digests: whether to keep the digest of each tensor instead of its numbers.
 
     Attributes:
         new_tensors: the tensors of this step that no earlier file has, by hash, on the CPU.
         written: the hashes of all tensors that earlier files have.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+    def __init__(self, folder: Path, rank: int, keeps_digests: bool = False) -> None:
+        self.folder, self.rank, self.keeps_digests = folder, rank, keeps_digests
         self.new_tensors = dict[str, Tensor]()
         self.written = set[str]()
 
     def add(self, tensor: Tensor) -> str:
         """Copy a tensor to the CPU and return its hash."""
+        if self.keeps_digests and tensor.ndim:
+            tensor = digest_tensor(tensor)
         # A copy: modules and optimizers go on to change tensors in place.
         copy = tensor.detach().to("cpu", copy=True).contiguous()
         name = hash_tensor(copy)
@@ -187,7 +234,7 @@ def _open_rank(rank: int, files: Mapping[int, SafetensorsFile]) -> RankRecord:
     return RankRecord(rank, steps, {name: file.read_tensor for file in files.values() for name in file.entries})
 
 
-_FIELDS = {"rank", "ranks", "step", "microbatches", "before", "after", "buffers", "modes", "aliases"}
+_FIELDS = {"rank", "ranks", "step", "microbatches", "before", "after", "buffers", "modes", "aliases", "digest"}
 
 
 def _read_header(file: SafetensorsFile, rank: int, step: int) -> Any:

@@ -5,7 +5,7 @@ with record_run("run/", net=net, optimizer=opt) as record: <the loop>        -->
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,17 @@ class RunRecorder:
     """The recorder of a training loop, which `record_run` makes: `step` and `microbatch` go around its parts."""
 
     def __init__(
-        self, folder: Path, net: nn.Module, optimizer: Any, rank: int, names: Names, interval: int, steps: int
+        self,
+        names: CanonicalNames,
+        optimizer: torch.optim.Optimizer | None,
+        writer: TensorWriter,
+        modules: Mapping[str, nn.Module],
+        interval: int,
+        steps: int,
     ):
-        self._net, self._optimizer, self._rank = net, optimizer, rank
-        self._names = CanonicalNames(net, names)
+        self._names, self._optimizer, self._writer = names, optimizer, writer
         self._interval, self._last_step = interval, steps
-        self._writer = TensorWriter(folder, rank)
-        self._calls = CallRecorder(self._names.modules, self._writer)
+        self._calls = CallRecorder(modules, writer)
         self._step_number, self._recorded_steps = 0, 0
         self._header: dict[str, Any] | None = None
         # The gradients that the optimizer reads are those of the update, whatever the loop did to them before.
@@ -56,7 +60,7 @@ class RunRecorder:
         is_recorded = self._step_number % self._interval == 0 and self._recorded_steps < self._last_step
         if is_recorded:
             self._header = {
-                "rank": self._rank,
+                "rank": self._writer.rank,
                 "ranks": dist.get_world_size() if dist.is_initialized() else 1,
                 "step": self._step_number,
                 "meant": {"rule": rule, "clip": clip, "lr": lr, "settings": as_spec(settings, self._calls.hash_of)},
@@ -65,6 +69,8 @@ class RunRecorder:
                 "fused": self._names.fused,
                 "unseen": self._names.unseen,
                 "buffers": {name: self._calls.hash_of(buffer) for name, buffer in self._names.buffers.items()},
+                "digest": self._writer.keeps_digests,
+                "recorded": [*self._calls.modules],
                 "modes": {name: module.training for name, module in self._names.modules.items()},
                 "placements": {name: str(p.placements) for name, p in self._names.params.items() if is_sharded(p)},  # pyright: ignore[reportAttributeAccessIssue]
                 "before": self._hash_params(),
@@ -119,20 +125,31 @@ class RunRecorder:
             self._header["events"].append("update")
             self._header |= {"updated": self._hash_grads(), "groups": self._describe_groups()}
 
+    def _hash_part(self, name: str, tensor: Tensor) -> str:
+        """Add a parameter, its gradient or its state to the record, joined from the parts of the ranks."""
+        dim = self._names.shard_dims.get(name)
+        if dim is None or not tensor.ndim:
+            return self._calls.hash_of(tensor)
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._names.shard_group))]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=self._names.shard_group)
+        return self._calls.hash_of(torch.cat(parts, dim))
+
     def _hash_params(self) -> dict[str, str]:
-        return {name: self._calls.hash_of(param) for name, param in self._names.params.items()}
+        return {name: self._hash_part(name, param) for name, param in self._names.params.items()}
 
     def _hash_grads(self) -> dict[str, str]:
         return {
-            name: self._calls.hash_of(param.grad)
+            name: self._hash_part(name, param.grad)
             for name, param in self._names.params.items()
             if param.grad is not None
         }
 
     def _hash_state(self) -> dict[str, dict[str, str]]:
-        states: Mapping[Any, Any] = {} if self._optimizer is None else self._optimizer.state
+        # A digest without it takes half the time.
+        optimizer = None if self._writer.keeps_digests else self._optimizer
+        states: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
         return {
-            name: {key: self._calls.hash_of(torch.as_tensor(value)) for key, value in states[param].items()}
+            name: {key: self._hash_part(name, torch.as_tensor(value)) for key, value in states[param].items()}
             for name, param in self._names.params.items()
             if param in states
         }
@@ -161,6 +178,10 @@ def record_run(
     optimizer: torch.optim.Optimizer | None = None,
     rank: int | None = None,
     names: Names = None,
+    modules: Collection[str] = ("*",),
+    shards: Mapping[str, int] | None = None,
+    group: Any = None,
+    digest: bool = False,
     every: int = 1,
     steps: int = 3,
 ) -> Generator[RunRecorder]:
@@ -176,6 +197,13 @@ def record_run(
         optimizer: the optimizer that updates it; None leaves the update out.
         rank: the number of this process; by default that of torch.distributed, or 0.
         names: how names here become those of the plain net: a function, or a table of prefixes or fused projections.
+        modules: patterns of the modules whose calls are recorded, such as `("layers.*",)`, besides the net itself. The
+            others are judged as parts of these.
+        shards: for patterns of plain parameters of which each rank has a part, the dimension: `{"*.up.*": 0}`. The
+            parts are joined in the order of the ranks, and their modules are judged as parts of their parents.
+        group: the ranks of these parts; by default all.
+        digest: keep a norm and 64 sums of each tensor instead of its numbers, and no calls: start, reduction, norm,
+            clip and replicas are judged.
         every, steps: record each such step, and so many.
 
     Yields:
@@ -208,7 +236,10 @@ def record_run(
     path.mkdir(parents=True, exist_ok=True)
     if any(path.glob(f"rank{number}-*.safetensors")):
         raise ValueError(f"{folder} has a record of rank {number} already: take an empty folder.")
-    recorder = RunRecorder(path, net, optimizer, number, names, every, steps)
+    canonical_names = CanonicalNames(net, names, shards or {}, group)
+    recorded = {} if digest else canonical_names.matching_modules(modules)
+    writer = TensorWriter(path, number, keeps_digests=digest)
+    recorder = RunRecorder(canonical_names, optimizer, writer, recorded, every, steps)
     try:
         yield recorder
     finally:
