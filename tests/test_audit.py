@@ -514,7 +514,7 @@ class Overflowing(nn.Module):
 
 
 def test_a_diverged_training_passes_the_audit():
-    """An infinite loss was accused of not being that of the net, which was infinite too."""
+    """A loss that was infinite by the stages and by the net used to count as a difference."""
     Trainer(cut_graphs(nn.Sequential(nn.Linear(4, 4), Overflowing())))()
 
 

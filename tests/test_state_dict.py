@@ -229,6 +229,29 @@ def test_frozen_parameters_come_from_rank_0(pair: Processes):
     assert str(rank_0_error).endswith("is on meta in the net, and not among the params: it has no values to give.")
 
 
+def store_without_values(rank: int, folder: Path) -> list[str]:
+    program = fpipe.schedules.gpipe(2)(fpipe.program(2))
+    params: Any = [None, None]
+    params[rank] = {"w": torch.ones(2, device="meta" if rank else "cpu")}
+    stores: list[Callable[[], object]] = [
+        lambda: fpipe.gather_state_dict(program, params),
+        lambda: fpipe.save(folder, program, params),
+    ]
+    messages = list[str]()
+    for store in stores:
+        with pytest.raises(ValueError, match="on meta") as error_info:
+            store()
+        messages.append(str(error_info.value))
+    return messages
+
+
+def test_parameters_of_one_rank_on_meta_are_refused_on_all(pair: Processes, tmp_path: Path):
+    """Only the rank on meta used to raise; its peer waited for tensors until the timeout."""
+    messages, rank_1_messages = pair.run(store_without_values, tmp_path)
+    assert messages == rank_1_messages
+    assert messages[0].startswith("on rank 1: params[1]['w'] is on meta, without values: fpipe.load_params")
+
+
 FUNCTIONS = fpipe.from_functions([lambda p, x: x * p["w"]], MSE)
 NORM, NORM_PARAMS, NORM_STATE = fpipe.from_sequential(nn.Sequential(nn.BatchNorm1d(WIDTH)), 1, loss=MSE)
 ONE_STAGE = fpipe.program(1)

@@ -155,6 +155,38 @@ def test_a_cut_net_has_the_gradients_of_the_net(name: str) -> None:
     assert_cut_equals_net(net, batch, case.ends, case.loss, case.summed)
 
 
+compiled_gelu = torch.compile(F.gelu)
+
+
+def activate(x: Tensor) -> Tensor:
+    return compiled_gelu(x)
+
+
+class Activated(nn.Module):
+    """A module with its activation function as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = activate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(x)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda: fpipe.from_functions([lambda p, x: activate(x @ p["w"])], F.mse_loss),
+        lambda: fpipe.from_sequential(nn.Sequential(nn.Linear(2, 2), Activated()), 1, loss=F.mse_loss)[0],
+    ],
+)
+def test_compiled_code_behind_a_function_is_named(cut: Callable[[], fpipe.Model]) -> None:
+    """Only names in a stage's own code were searched: deeper code ran uncompiled without a warning."""
+    model = cut()
+    with pytest.warns(UserWarning, match="'compiled_gelu' runs as it is written"):
+        fpipe.build(fpipe.program(model), model)
+
+
 def test_a_net_that_fixes_its_rows_gets_a_warning_with_the_remedy() -> None:
     inputs = {"said": rows(WIDTH), "seen": rows(WIDTH)}
     warning = f"the net fixes the {ROWS} rows of inputs['said'], as len(x) and list(x) do (x.shape[0] leaves them open)"

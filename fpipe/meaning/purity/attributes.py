@@ -180,18 +180,24 @@ def closed_over_tensors(function: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named_values(function: Any) -> Iterator[tuple[str, Tensor | nn.Module]]:
-    """Yield the tensors and modules that a function reaches, by name, through user functions and containers."""
+    """Yield the tensors and modules that a function reaches, by name."""
+    for name, value in _reached_values({"it": function}):
+        if isinstance(value, Tensor | nn.Module):
+            yield name, value
+
+
+def _reached_values(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what functions reach, by name, through user functions and containers, but not through modules."""
     # The walk makes objects (bound methods, for one). Values are kept so that no new object gets the id of a freed one.
     value_by_id: dict[int, Any] = {}
-    pending: list[tuple[str, Any]] = [("it", function)]
+    pending: list[tuple[str, Any]] = [*roots.items()]
     while pending:
         name, value = pending.pop()
         if id(value) in value_by_id:
             continue
         value_by_id[id(value)] = value
-        if isinstance(value, Tensor | nn.Module):
-            yield name, value
-        elif isinstance(value, FunctionType):
+        yield name, value
+        if isinstance(value, FunctionType):
             pending += _referenced_values(value) if str(value.__module__).partition(".")[0] not in _LIBRARIES else []
         elif isinstance(value, MethodType):
             pending += [(name, value.__func__), (name, value.__self__)]
@@ -207,12 +213,13 @@ def warn_of_compiled(functions: Iterable[Any], stacklevel: int) -> None:
     """Warn if functions or modules use code of torch.compile, which runs as plain Python."""
     names: dict[str, None] = {}
     for function in functions:
-        for path, module in modules_of(function):
-            forward = getattr(type(module), "forward", None)
-            values = _referenced_values(forward) if isinstance(forward, FunctionType) else []
-            names |= dict.fromkeys([path] * is_compiled(module) + [name for name, x in values if is_compiled(x)])
-        values = _referenced_values(function) if isinstance(function, FunctionType) else []
-        names |= dict.fromkeys(name for name, x in values if is_compiled(x))
+        modules = modules_of(function)
+        functions_by_name = {"it": function}
+        for path, module in modules:
+            functions_by_name |= {f"{path}.{name}": value for name, value in vars(module).items() if callable(value)}
+            functions_by_name[f"{path}.forward"] = getattr(type(module), "forward", None)
+        values = chain(modules, _reached_values(functions_by_name))
+        names |= dict.fromkeys(name for name, value in values if is_compiled(value))
     if names:
         warn(
             f"{' and '.join(map(repr, names))} runs as it is written, since fpipe traces through torch.compile: "

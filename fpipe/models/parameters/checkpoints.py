@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.limits import check_whole_number
-from fpipe.meaning.single_device.params_and_state import refuse_meta
 from fpipe.models.parameters.gather import describe_leaves, names_by_stage
 from fpipe.program import Program
 from fpipe.torch_private.checkpoint_folders import SaveReader, SaveWriter, read_tensors, start_save, write_tensors
@@ -288,7 +287,7 @@ def _tensors_and_names(
         parts_with_tensors[part_name] = part
         if part is None:
             continue
-        names = names_by_stage(describe_leaves(program, part, mesh)[1])
+        names = names_by_stage(describe_leaves(program, part_name, part, mesh, not into_new_tensors)[1])
         if len(names) == program.stages:
             all_names.update(f"{part_name}/{name}" for stage_names in names.values() for name in stage_names)
         stages: list[Any] = []
@@ -300,9 +299,6 @@ def _tensors_and_names(
                 tensors |= {f"{part_name}/{name}": x.detach() for name, x in zip(names[stage], present, strict=True)}
             stages.append(None if stage_tree is None else tree.unflatten(spec, leaves))
         parts_with_tensors[part_name] = tuple(stages)
-        refuse_meta(
-            "fpipe.load_params or init_params gives it some, or optimizer_state of theirs", **{part_name: stages}
-        )
     return tensors, parts_with_tensors, all_names
 
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.meaning.purity.sharded import is_sharded, mesh_dim_names
+from fpipe.meaning.single_device.params_and_state import refuse_meta
 from fpipe.model import Model
 from fpipe.models.parameters.load import net_stages
 from fpipe.models.parameters.sources import CODES
@@ -79,7 +80,7 @@ def gather_state_dict(
     per_stage = params if state is None else _with_state(params, state)
     # 1) All ranks tell each other the names and shapes of their leaves; from then on all know the same list of tensors,
     #    and walk it in one order: sends and receives on rank 0 meet without tags.
-    group_rank, leaves_by_rank = describe_leaves(program, per_stage, mesh)
+    group_rank, leaves_by_rank = describe_leaves(program, "params", per_stage, mesh)
     named_tensors = _named_tensors(per_stage, leaves_by_rank, program.stages)
     extra_states = {} if model is None else _extra_states(model)
     if extra_states and file is not None:
@@ -116,15 +117,42 @@ class NamedLeaf(NamedTuple):
 
 
 def describe_leaves(
-    program: Program, per_stage: Sequence[Any], mesh: DeviceMesh | None
+    program: Program, part_name: str, per_stage: Sequence[Any], mesh: DeviceMesh | None, needs_values: bool = True
 ) -> tuple[GroupRank, list[dict[int, list[NamedLeaf]]]]:
-    """Return the rank of this process, and for each rank the leaves of the stages that it has. A collective."""
-    stages = program.stages
+    """Return the rank of this process, and for each rank the leaves of the stages that it has. A collective.
+
+    Args:
+        program, mesh: as for `gather_state_dict`.
+        part_name, per_stage: the name and the trees of the stages.
+        needs_values: whether tensors on meta are an error.
+    """
+    if mesh is not None:
+        mesh_dim_names(mesh, {"pp": program.ranks})
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    # An error is described too, and so raised by all ranks: none waits for one that has raised.
+    try:
+        description: Any = _describe_local(program.stages, part_name, per_stage, needs_values)
+    except ValueError as error:
+        if is_alone:
+            raise
+        description = f"on rank {dist.get_rank()}: {error}"
+    if is_alone:
+        return GroupRank(), [description]
+    group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
+    assert group is not None
+    descriptions: list[Any] = [None] * group.size()
+    dist.all_gather_object(descriptions, description, group=group)
+    for message in (description for description in descriptions if isinstance(description, str)):
+        raise ValueError(message)
+    return GroupRank(group.rank(), group), descriptions
+
+
+def _describe_local(
+    stages: int, part_name: str, per_stage: Sequence[Any], needs_values: bool
+) -> dict[int, list[NamedLeaf]]:
     if not isinstance(per_stage, tuple | list) or len(per_stage) != stages:
         actual = f"{len(per_stage)} entries" if isinstance(per_stage, tuple | list) else type(per_stage).__name__
         raise ValueError(f"the program has {stages} stages, one entry each; found {actual}.")
-    if mesh is not None:
-        mesh_dim_names(mesh, {"pp": program.ranks})
     local: dict[int, list[NamedLeaf]] = {}
     for stage, stage_tree in enumerate(per_stage):
         if stage_tree is not None:
@@ -138,13 +166,11 @@ def describe_leaves(
                     f"stage {stage} has no tensor at {non_tensor_path}; only tensors have a place in a state_dict."
                 )
             local[stage] = [NamedLeaf(path, tuple(x.shape), x.dtype) for path, x in pairs]
-    if not (dist.is_available() and dist.is_initialized()):
-        return GroupRank(), [local]
-    group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
-    assert group is not None
-    leaves_by_rank: list[Any] = [None] * group.size()
-    dist.all_gather_object(leaves_by_rank, local, group=group)
-    return GroupRank(group.rank(), group), leaves_by_rank
+    if needs_values:
+        refuse_meta(
+            "fpipe.load_params or init_params gives it some, or optimizer_state of theirs", **{part_name: per_stage}
+        )
+    return local
 
 
 def names_by_stage(leaves_by_rank: Sequence[Mapping[int, Sequence[NamedLeaf]]]) -> dict[int, list[str]]:
