@@ -65,6 +65,7 @@ def mean_loss(net: nn.Sequential, loss: Any) -> Tensor:
     return torch.stack([loss(net(x), t) for x, t in zip(*(half.split(4) for half in ROWS), strict=True)]).mean()
 
 
+@pytest.mark.filterwarnings("ignore:target holds classes that the loss weighs")
 @pytest.mark.parametrize("door", DOORS)
 def test_a_traced_tensor_that_was_rebound_is_refused(door: str):
     """Class weights of a loss used to stay the old ones, in the step, a new build and even a new cut of the same net.
