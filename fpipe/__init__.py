@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from fpipe.derived.freeze import evaluating, freeze
     from fpipe.derived.jvp import Dual, jvp, make_dual, unpack_dual
     from fpipe.derived.per_example import per_example
+    from fpipe.derived.spread_vocabulary import spread_vocabulary
     from fpipe.finding.search import search
     from fpipe.finding.search_result import SearchResult
     from fpipe.graphs.linearize import Linearized, linearize
@@ -123,6 +124,7 @@ _LAZY_NAMES = {
     "derived.custom_stage": ("custom_stage",),
     "derived.deferred_batch_norm": ("deferred_batch_norm",),
     "derived.freeze": ("evaluating", "freeze"),
+    "derived.spread_vocabulary": ("spread_vocabulary",),
     "graphs.tracing.collective_stage": ("exchange",),
     "meaning.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
@@ -273,6 +275,7 @@ __all__ = [
     "split",
     "split_backward",
     "split_params",
+    "spread_vocabulary",
     "steps",
     "unpack_dual",
     "update",

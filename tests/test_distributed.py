@@ -136,9 +136,18 @@ def norm_model() -> tuple[fpipe.Model, Any, Any]:
     return fpipe.from_sequential(nn.Sequential(*layers), stages=2, loss=MSE)
 
 
+def vocabulary_model() -> tuple[fpipe.Model, Any, None]:
+    """Return a model of 11 words in shards of 6 and 5 rows; the label of a row is how many of its entries are large."""
+    body = fpipe.from_functions([lambda p, x: torch.tanh(x @ p["w"])], MSE)
+    model = fpipe.spread_vocabulary(body, 2, vocabulary=11, labels=lambda x: (x > 0).sum(-1))
+    torch.manual_seed(4)
+    return model, ({"w": torch.randn(8, 8)}, *({"weight": torch.randn(size, 8)} for size in (6, 5)), {}), None
+
+
 in_two, in_four = (partial(cut_blocks, 4, stages) for stages in (2, 4))
 IN_ORDER = fpipe.schedules.from_table("0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2 \n 1F0 1F1 1F2 1B0 1B1 1B2")
 OUT_OF_ORDER = fpipe.schedules.from_table("0F2 0F0 0F1 2F0 2F2 2F1 2B1 2B2 2B0 0B1 0B2 0B0 \n 1F2 1F0 1F1 1B2 1B0 1B1")
+SPREAD = [0, 0, 1, 1]
 PROGRAMS: dict[str, tuple[Any, ...]] = {
     **{name: (in_two, fpipe.schedules.get(name)(2)) for name in ("gpipe", "one_f_one_b", "dualpipe", "chimera")},
     **{name: (in_four, fpipe.schedules.get(name)(2)) for name in ("interleaved", "zbv", "dualpipev", "hanayo")},
@@ -150,6 +159,10 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     "skips, recomputed": (skip_model, fpipe.checkpoint("always"), IN_ORDER),
     "offloaded to the host": (in_four, fpipe.schedules.zbv(2), fpipe.offload()),
     "offloaded to a rank": (in_four, fpipe.schedules.zbv(2), fpipe.offload(destination=lambda rank: 1 - rank)),
+    "spread vocabulary": (
+        vocabulary_model,
+        fpipe.schedules.from_priority(lambda op, now: op.kind, 2, placement=SPREAD),
+    ),
     "split backward": (in_two, fpipe.split_backward(), fpipe.schedules.one_f_one_b(2)),
     "recomputed": (in_four, fpipe.checkpoint("always"), fpipe.schedules.interleaved(2)),
 }

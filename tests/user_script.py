@@ -39,7 +39,8 @@ def models(net: nn.Sequential, params: Params, batch: Batch) -> list[fpipe.Model
     of_loss, _ = fpipe.from_loss(whole_loss, params, batch)
     print(of_layers.stages[0].name, len(per_stage), len(state))
     frozen = fpipe.freeze(fpipe.evaluating(of_layers), 0)
-    return [of_functions, of_module, of_loss, frozen, fpipe.deferred_batch_norm(of_layers)]
+    spread = fpipe.spread_vocabulary(of_functions, 2, vocabulary=8)
+    return [of_functions, of_module, of_loss, frozen, fpipe.deferred_batch_norm(of_layers), spread]
 
 
 def with_skips() -> nn.Sequential:
