@@ -27,12 +27,12 @@ class TypedCosts:
 
     >>> import fpipe
     >>> two_a_rank = fpipe.schedules.gpipe(2)(fpipe.program(4))
-    >>> texts = "F=3,B=1,W=1,c=0.5,send=0.1", "forward=3/4/3/4,backward_input=1,backward_weight=1,sender=busy"
+    >>> texts = "F=3,B=1,W=1,c=0.5,send=0.1", "forward=3/4/3:2/4,backward_input=1,backward_weight=1,sender=busy"
     >>> shared, listed = (parse(text).of(two_a_rank) for text in texts)
     >>> shared.forward, shared.backward_input, shared.transfer, shared.send
     (1.5, 0.5, 0.5, 0.1)
     >>> listed.forward, listed.backward_input, listed.sender
-    ([3.0, 4.0, 3.0, 4.0], 1.0, 'busy')
+    ([3.0, 4.0, [3.0, 2.0], 4.0], 1.0, 'busy')
     """
 
     text: str
@@ -119,13 +119,16 @@ def parse(text: str) -> TypedCosts:
     return TypedCosts(text, seconds, shares, sizes)
 
 
-def _number(name: str, text: str) -> float | list[float]:
+def _number(name: str, text: str) -> float | list[float | list[float]]:
     try:
-        numbers = [parse_seconds(part) for part in text.split("/")]
+        rows = [[parse_seconds(seconds) for seconds in stage.split(":")] for stage in text.split("/")]
     except ValueError:
-        raise ValueError(f"{name} is a time (0.5 or 10ms), or one for each stage (1/2/1); found {text!r}.") from None
+        raise ValueError(
+            f"{name} is a time (0.5 or 10ms), or one for each stage (1/2/1) and microbatch (1:4/2:2); found {text!r}."
+        ) from None
+    numbers = [seconds for row in rows for seconds in row]
     if not all(0 <= cost < float("inf") for cost in numbers):
         raise ValueError(f"{name} is a time in seconds, at least 0 and finite; found {text!r}.")
     if len(numbers) > 1 and name in SHARES:
         raise ValueError(f"{name} is of a whole rank, one number; one for each stage is {SHARES[name]}={text}.")
-    return numbers if len(numbers) > 1 else numbers[0]
+    return [row if len(row) > 1 else row[0] for row in rows] if len(numbers) > 1 else numbers[0]

@@ -278,8 +278,8 @@ Costs = Annotated[
         metavar="LIST",
         help="Seconds, or 10ms, 5us. F=1,B=1,W=1,c=0.1: forward, input gradient and weight gradient of a microbatch "
         "on a whole rank, and the latency of a transfer, as papers count. forward=1,backward_input=1/2/1: of one "
-        "stage's op, or one for each stage. Bytes of values: y=8MiB (and dx), res=40MiB (and wres), params=2GiB (and "
-        "gradients).",
+        "stage's op, or one for each stage; 1:4/2:2 of each microbatch too. Bytes of values: y=8MiB (and dx), "
+        "res=40MiB (and wres), params=2GiB (and gradients).",
     ),
 ]
 OnCluster = Annotated[

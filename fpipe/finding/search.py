@@ -65,7 +65,8 @@ def search(
 
     Args:
         program: a program that is split, or a `Model` or a number of stages and `microbatches`.
-        costs: seconds of each stage's ops; by default one for each F, I and W.
+        costs: seconds of each stage's ops; by default one for each F, I and W. Where they differ between microbatches,
+            these stay in the order that a named schedule gives them: try other orders of the batch.
         ranks: the number of ranks.
         microbatches: their number, if `program` has none yet.
         placement: "linear", "looped", "v" (waves, with more than two stages a rank), or the rank of

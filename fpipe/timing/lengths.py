@@ -43,4 +43,4 @@ def require_equal_microbatches(costs: Costs, purpose: str) -> None:
         ValueError: they vary.
     """
     if costs.vary_by_microbatch:
-        raise ValueError(f"{purpose} takes one cost a stage; costs of microbatches are for simulate and search.")
+        raise ValueError(f"{purpose} takes one cost a stage, such as the mean over microbatches.")

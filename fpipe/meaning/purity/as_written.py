@@ -69,16 +69,20 @@ def _install() -> None:
 def _call_lifted(lift: Callable[..., Any], call: Callable[..., Any], *args: Any) -> Any:
     if not _IS_ON.value:
         return call(*args)
+    if lift is not _lift_cond:
+        return _call_once(call, lift(*args))
+    # Its branches may return any pytree, but the op a tuple of tensors.
+    predicate, true_function, false_function, operands = args
+    leaves, spec = tree.flatten(operands)
+    branch = _FlatFunction(true_function, spec)
+    results = _call_once(call, _lift_cond(predicate, branch, _FlatFunction(false_function, spec), tuple(leaves)))
+    return tree.unflatten(branch.result_spec, results)
+
+
+def _call_once(call: Callable[..., Any], args: Sequence[Any]) -> Any:
     # Below autograd torch calls the same op again, with functions that are lifted already.
     with _IS_ON.set_to(False):
-        if lift is not _lift_cond:
-            return call(*lift(*args))
-        # Its branches may return any pytree, but the op a tuple of tensors.
-        predicate, true_function, false_function, operands = args
-        leaves, spec = tree.flatten(operands)
-        branch = _FlatFunction(true_function, spec)
-        results = call(*_lift_cond(predicate, branch, _FlatFunction(false_function, spec), tuple(leaves)))
-        return tree.unflatten(branch.result_spec, results)
+        return call(*args)
 
 
 def _lift_flex_attention(*args: Any) -> Sequence[Any]:
@@ -135,10 +139,11 @@ def _lift(functions: Sequence[Callable[..., Any]], example: Sequence[Any]) -> tu
     def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             count = len(args) - len(tensors)
-            with _Substitution(tensors, args[count:]):
+            # An op that the function calls is lifted in its turn.
+            with _Substitution(tensors, args[count:]), _IS_ON.set_to(True):
                 return function(*args[:count])
 
-        return run if tensors else function
+        return run
 
     return [*map(lifted, functions)], tensors
 
