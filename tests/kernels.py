@@ -193,9 +193,16 @@ def flex_new_mask(module: Any, x: Tensor) -> Tensor:
     return flex(module, x, mask=make_block_mask())
 
 
-@kernel("FlexAttention, captured parameter", bias=lambda: nn.Parameter(torch.randn(HEADS, LENGTH)))
+@kernel(
+    "FlexAttention, captured parameter",
+    bias=lambda: nn.Parameter(torch.randn(HEADS, LENGTH)),
+    slopes=lambda: torch.randn(HEADS),
+)
 def flex_parameter(module: Any, x: Tensor) -> Tensor:
-    return flex(module, x, lambda score, batch, head, query, key: score + module.bias[head, query], CAUSAL_BLOCKS)
+    def modify_score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + module.bias[head, query] + module.slopes[head] * (query - key)
+
+    return flex(module, x, modify_score, CAUSAL_BLOCKS)
 
 
 @kernel("torch.cond")
@@ -211,12 +218,13 @@ def looped(module: Any, x: Tensor) -> Any:
 
 @kernel("scan, captured parameter")
 def scanned(module: Any, x: Tensor) -> Any:
-    def combine(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        carry = module.b(carry) + row
-        return carry, carry.clone()
+    def combine(carry: tuple[Tensor, Tensor], row: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        state, mean = module.b(carry[0]) + row, carry[1] * 0.5 + row
+        return (state, mean), state + mean
 
     rows = module.a(x).transpose(0, 1)
-    return scan(combine, torch.zeros_like(rows[0]), rows)[1].transpose(0, 1)
+    start = torch.zeros_like(rows[0])
+    return scan(combine, (start, start.clone()), rows)[1].transpose(0, 1)
 
 
 @kernel("associative_scan")

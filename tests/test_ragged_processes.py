@@ -1,5 +1,7 @@
 """Ranks learn numbers and lengths of microbatches from a header, and replicas may have unlike numbers."""
 
+from collections.abc import Sequence
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,17 +55,18 @@ def sides_of(microbatches: list[Any], rank: int, ranks: int) -> Any:
     return (inputs, None) if rank == 0 else (None, target)
 
 
-def train_on_sides(rank: int, is_fixed: bool, options: dict[str, Any]) -> list[bool]:
-    """Train on three ranks, where the middle rank passes None; return whether each step is right."""
-    model, params = make_model(3)
+def train_on_sides(rank: int, ranks: int, batches: Sequence[tuple[int, tuple[int, ...]]], is_fixed: bool) -> list[bool]:
+    """Train on ranks that are handed what they read alone; return whether each step is right."""
+    model, params = make_model(ranks)
     example = params, fpipe.pack(documents(), tokens=12)
     program = program_of(model, 3) if is_fixed else lambda count: program_of(model, count)
-    step = fpipe.build(program, model, runtime="distributed", example=example, broadcast=True, **options)
+    options = {"runtime": "distributed", "broadcast": True, "check_batch": "never"}
+    step = fpipe.build(program, model, example=example, **options)
     local_params = local_part(program_of(model, 1), rank, params)
     outcomes = list[bool]()
-    for seed, (tokens, lengths) in enumerate(FIXED if is_fixed else BATCHES):
+    for seed, (tokens, lengths) in enumerate(batches):
         microbatches = fpipe.pack(documents(lengths, seed), tokens=tokens)
-        result = step(local_params, sides_of(microbatches, rank, 3))
+        result = step(local_params, sides_of(microbatches, rank, ranks))
         loss, grads = by_hand([microbatches])
         expected = dict(zip(("tokens", "positions", "w"), grads, strict=True))
         local_grads = {name: grad for stage in result.grads if stage is not None for name, grad in stage.items()}
@@ -79,8 +82,17 @@ def train_on_sides(rank: int, is_fixed: bool, options: dict[str, Any]) -> list[b
 )
 def test_ranks_that_read_no_batch_may_pass_none_whatever_the_lengths(trio: Processes, is_fixed: bool):
     """With a fixed number, a rank that was handed None used to wait for a message of other lengths."""
-    expected = [[True] * len(FIXED if is_fixed else BATCHES)] * 3
-    assert trio.run(train_on_sides, is_fixed, {"check_batch": "never"}) == expected
+    batches = FIXED if is_fixed else BATCHES
+    assert trio.run(train_on_sides, 3, batches, is_fixed) == [[True] * len(batches)] * 3
+
+
+@pytest.mark.deep
+def test_drawn_lengths_and_numbers_have_the_bits_of_plain_autograd(pair: Processes):
+    """Of thirty steps about half are known, and often a number of microbatches is known with other lengths."""
+    draws = Random(0)
+    drawn_lengths = [tuple(draws.choices(range(1, 10), k=draws.randint(1, 7))) for _ in range(8)]
+    batches = [(draws.choice([9, 14, 64]), draws.choice(drawn_lengths)) for _ in range(30)]
+    assert pair.run(train_on_sides, 2, batches, False) == [[True] * 30] * 2
 
 
 REPLICAS = [((12, LENGTHS), (32, LENGTHS)), ((32, OTHER_LENGTHS), (12, LENGTHS)), ((12, LENGTHS), (32, LENGTHS))]

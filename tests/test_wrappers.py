@@ -220,7 +220,7 @@ cut_in_two(RECOMPUTED)
 cut_in_two(Masked())
     ValueError: ; the example has no attention_mask, with which it may. Change the
 fpipe.from_module(TrainingStep(loss=None), 2, example=((rows(WIDTH), rows(WIDTH)), None))
-    ValueError: self.logged['loss'] was assigned during export
+    ValueError: . If it does so in its first run alone, run it once before. Use from_loss
 """,
 )
 

@@ -17,11 +17,15 @@ _FLEX_BACKWARD: Any = torch.ops.higher_order.flex_attention_backward
 class FlexAttentionBackward:
     """The backward of FlexAttention, which asks its arguments for which captured tensors a gradient is wanted."""
 
-    # The index of the tensors that `score_mod` captures among the arguments, and of their gradients (2.13).
-    _CAPTURED, _GRADIENTS = 12, 3
+    # The indices of the graph of gradients, and of the tensors that `score_mod` captures, among the arguments (2.13).
+    # The graph returns the gradients of a score and its four indices first.
+    _JOINT_GRAPH, _CAPTURED, _SCORE_GRADIENTS = 8, 12, 5
 
     def __init__(self, node: fx.Node) -> None:
-        self.wants_grad = [isinstance(grad, Tensor) for grad in node.meta["val"][self._GRADIENTS]]
+        joint_node: Any = node.args[self._JOINT_GRAPH]
+        joint_graph: fx.Graph = getattr(node.graph.owning_module, joint_node.target).graph
+        gradients: Any = joint_graph.output_node().args[0]
+        self.wants_grad = [gradient is not None for gradient in gradients[self._SCORE_GRADIENTS :]]
         self.op, self.__name__ = _FLEX_BACKWARD, "flex_attention_backward"
 
     def __call__(self, *args: Any) -> Any:

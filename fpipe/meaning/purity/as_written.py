@@ -69,20 +69,21 @@ def _install() -> None:
 def _call_lifted(lift: Callable[..., Any], call: Callable[..., Any], *args: Any) -> Any:
     if not _IS_ON.value:
         return call(*args)
-    if lift is not _lift_cond:
-        return _call_once(call, lift(*args))
-    # Its branches may return any pytree, but the op a tuple of tensors.
-    predicate, true_function, false_function, operands = args
-    leaves, spec = tree.flatten(operands)
-    branch = _FlatFunction(true_function, spec)
-    results = _call_once(call, _lift_cond(predicate, branch, _FlatFunction(false_function, spec), tuple(leaves)))
-    return tree.unflatten(branch.result_spec, results)
-
-
-def _call_once(call: Callable[..., Any], args: Sequence[Any]) -> Any:
+    # A branch or the step of a scan may return any pytree, but the op takes and returns a tuple of tensors.
+    function = None
+    if lift is _lift_cond:
+        predicate, true_function, false_function, operands = args
+        leaves, spec = tree.flatten(operands)
+        function = _FlatFunction(true_function, spec)
+        args = predicate, function, _FlatFunction(false_function, spec), tuple(leaves)
+    elif lift is _lift_scan:
+        function = _FlatFunction(args[0])
+        args = function, *args[1:]
     # Below autograd torch calls the same op again, with functions that are lifted already.
+    lifted_args = lift(*args)
     with _IS_ON.set_to(False):
-        return call(*args)
+        results = call(*lifted_args)
+    return results if function is None else tree.unflatten(function.result_spec, results)
 
 
 def _lift_flex_attention(*args: Any) -> Sequence[Any]:
@@ -156,15 +157,19 @@ def _map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 class _FlatFunction:
-    """A function of leaves to a tuple of leaves, which remembers the containers around its results."""
+    """A function of leaves to a tuple of leaves, which remembers the containers around its results.
 
-    def __init__(self, function: Callable[..., Any], spec: Any) -> None:
+    With `spec` the function takes its arguments in these containers.
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: Any = None) -> None:
         self.function, self.spec = function, spec
         self.result_spec: Any = None
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
         """Call the function on the leaves in their containers."""
-        results, self.result_spec = tree.flatten(self.function(*tree.unflatten(self.spec, leaves)))
+        args = leaves if self.spec is None else tree.unflatten(self.spec, leaves)
+        results, self.result_spec = tree.flatten(self.function(*args))
         return tuple(results)
 
 

@@ -268,6 +268,9 @@ def _describe_failure(net: nn.Module, error: Exception, location: str, masks: Se
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(".")
     if "NoneType" in message and masks:
         message += f"; the example has no {' and no '.join(masks)}, with which it may"
+    # As the rotary embedding of Phi-3 does.
+    if "assigned during export" in message:
+        message += ". If it does so in its first run alone, run it once before"
     advice = "Change the line below, or use" if location else "Use"
     return (
         f"{type(net).__name__} cannot be exported, so there is nothing to cut: {type(error).__name__}: "
