@@ -12,7 +12,7 @@ Calls are replayed from the last to the first, children before parents: a parent
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -176,7 +176,7 @@ class MicrobatchReplay:
 
         params = {name: param for name, param in self._named_params(call["module"]).items() if param.requires_grad}
         with self._environment(call), _lent_params(params, call["param_dtype"], moved), PrecisionWatch() as precision:
-            with self._stubs(children, run_stub), change(module) if change else _nothing():
+            with self._stubs(children, run_stub), change(module) if change else nullcontext():
                 result.outputs = _tensors_in(module(*args, **kwargs))
             try:
                 self._differentiate(number, result, leaves, outputs_by_child, params, moved, finds_readers)
@@ -485,11 +485,6 @@ def _tensors_in(value: Any) -> list[Tensor]:
     tensors = list[Tensor]()
     as_spec(value, lambda tensor: tensors.append(tensor) or "")
     return tensors
-
-
-@contextmanager
-def _nothing() -> Generator[None]:
-    yield
 
 
 @contextmanager

@@ -133,6 +133,7 @@ def judge_accumulation(
     """Check that each microbatch adds its gradient, on its rank or, where the backward reduces, on all ranks."""
     grads = [rank.microbatch_grads() for rank in ranks]
     for k in range(max(map(len, grads), default=0)):
+        # 1. On each rank, add the replayed gradients of microbatch k to the gradients recorded before it.
         sums: list[Tensors | None] = []
         for number, rank in enumerate(ranks):
             has_all = k < len(grads[number]) and replays[number][k].is_whole
@@ -141,6 +142,7 @@ def judge_accumulation(
                 findings.notes[f"Gradients of rank {rank.rank} are not judged: not every call could be replayed."] = (
                     None
                 )
+        # 2. Compare each recorded gradient with the sum of its rank, or of all ranks, and explain a difference.
         for number, rank in enumerate(ranks):
             own_sum = sums[number]
             if own_sum is None:
@@ -355,6 +357,7 @@ def judge_clip(
         or ("clipped" not in events and "reduced" not in events and clip is None)
     ):
         return
+    # 1. The factor that is meant.
     norm = rank.header.get("norm")
     if norm is None and clip is not None:
         if len(ranks) > 1:
@@ -365,6 +368,7 @@ def judge_clip(
     if factor is None:
         # Without a clip that is meant, any one factor may be: that of a clip, or of a loss scale.
         factor = next((scale for scale in scales.values() if scale), 1.0)
+    # 2. The gradients that another factor scales.
     wrong = [name for name, scale in scales.items() if not _is_scaled(updated[name], scale, factor)]
     for name in scales:
         findings.agree(
@@ -382,11 +386,12 @@ def judge_clip(
         mistake = "gradients of the step before are used" if is_stale else "gradients change after the clip"
         add_fault(findings, wrong[0], "update", mistake, rank.step)
         return
-    found_scales = {scales[name] for name in wrong}
-    common = next((scale for scale in found_scales if scale is not None), None)
-    if any(s is None or abs(s - (common or 0.0)) > 1e-3 * abs(common or 0.0) for s in found_scales):
+    # 3. The mistake: their own factor, if they share one.
+    wrong_scales = {scales[name] for name in wrong}
+    common = next((scale for scale in wrong_scales if scale is not None), None)
+    if any(s is None or abs(s - (common or 0.0)) > 1e-3 * abs(common or 0.0) for s in wrong_scales):
         common = None
-    if len(wrong) == len(scales) and all(s is not None and abs(s - 1) < 1e-3 for s in found_scales):
+    if len(wrong) == len(scales) and all(s is not None and abs(s - 1) < 1e-3 for s in wrong_scales):
         mistake = "gradients are not clipped"
     elif len(wrong) < len(scales):
         mistake = f"{list_names(wrong)} {'is' if len(wrong) == 1 else 'are'} not scaled as the others are"
