@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -392,6 +394,33 @@ def test_damaged_records_are_refused(tmp_path: Path):
         fpipe.compare_run(net, tmp_path)
     files[0].write_bytes(files[1].read_bytes())
     with pytest.raises(ValueError, match="holds rank 0, step 1"):
+        fpipe.compare_run(net, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
+def test_changed_tensors_and_headers_are_refused(tmp_path: Path, dtype: torch.dtype):
+    """Used to end in a RuntimeError of torch or a KeyError, or to accuse the run."""
+    file, net = tmp_path / "rank0-step0.safetensors", nn.Linear(2, 2)
+    with fpipe.record_run(tmp_path, net=net) as record, record.step(), record.microbatch():
+        net(torch.ones(2, 2)).sum().backward()
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, file, metadata)
+    with pytest.raises(ValueError, match=r"is damaged: tensor .* has other numbers than were written"):
+        fpipe.compare_run(net, tmp_path)
+    save_file(tensors, file, metadata | {"fpipe": metadata["fpipe"].replace('"calls"', '"cells"')})
+    with pytest.raises(ValueError, match="has a header that was changed after it was written"):
+        fpipe.compare_run(net, tmp_path)
+
+
+def test_a_missing_rank_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    net = nn.Linear(2, 2)
+    with fpipe.record_run(tmp_path, net=net, rank=0) as record, record.step():
+        pass
+    with pytest.raises(ValueError, match="lacks rank 1 of 2: copy its files there"):
         fpipe.compare_run(net, tmp_path)
 
 

@@ -57,6 +57,12 @@ class LeafUpdate:
         moved = [replace(self, grad=noise(self.grad)).run()[0] for noise in noises(eps)]
         return rounding_limit(right, moved, eps)
 
+    def limit_of_state(self, key: str, right: Tensor) -> float:
+        """Return how far rounding may take the next state of a key."""
+        # A count of steps is exact. A moment is a sum of two terms, which may nearly cancel: the larger one rounds.
+        terms = (right, self.state[key]) if key in self.state else (right,)
+        return 0.0 if key == STEP else 16 * eps_of(right) * max(float(term.double().norm()) for term in terms)
+
 
 def judge_update(
     rank: RecordedStep,
@@ -86,7 +92,9 @@ def judge_update(
             expected = right_state.get(key)
             if expected is None:
                 continue
-            limit = partial(limit_of or _limit_of_state, name, key, expected)
+            limit = (
+                partial(limit_of, name, key, expected) if limit_of else partial(update.limit_of_state, key, expected)
+            )
             if not findings.agree(f"{label}, {key}", value, expected, limit):
                 add_fault(findings, name, "update", f"its {key} is not that of {update.rule}", rank.step)
     # Parameters that no group has, or without a gradient, stay where they are.
@@ -99,11 +107,6 @@ def judge_update(
         )
     if wrong:
         add_fault(findings, next(iter(wrong)), "update", _explain(rank, former, updates, new_params, wrong), rank.step)
-
-
-def _limit_of_state(name: str, key: str, expected: Tensor) -> float:
-    # The count of steps is exact, and moments are sums of two terms.
-    return 0.0 if key == STEP else 16 * eps_of(expected) * float(expected.double().norm())
 
 
 def _leaf_updates(rank: RecordedStep, findings: Findings) -> Iterator[tuple[str, LeafUpdate]]:

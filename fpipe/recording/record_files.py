@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from ctypes import c_char
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ def hash_tensor(tensor: Tensor) -> str:
         # The memory itself: not every torch comes with numpy, and bytes() of a storage goes number by number.
         summary.update((c_char * tensor.nbytes).from_address(tensor.data_ptr()))
     return summary.hexdigest()
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def as_spec(value: Any, hash_of: Callable[[Tensor], str]) -> Spec:
@@ -168,9 +173,10 @@ class TensorWriter:
 
         path = self.folder / f"rank{self.rank}-step{step}.safetensors"
         # Under another name first: a run that is killed leaves no file that is cut off.
-        partial = path.with_suffix(".partial")
-        save_file(self.new_tensors, partial, {"fpipe": json.dumps({"version": VERSION, **header})})
-        partial.replace(path)
+        unfinished_path = path.with_suffix(".partial")
+        text = json.dumps({"version": VERSION, **header})
+        save_file(self.new_tensors, unfinished_path, {"fpipe": text, "fpipe_hash": _hash_text(text)})
+        unfinished_path.replace(path)
         self.written |= self.new_tensors.keys()
         self.new_tensors = {}
 
@@ -231,7 +237,15 @@ def read_record(folder: str | Path) -> list[RankRecord]:
 
 def _open_rank(rank: int, files: Mapping[int, SafetensorsFile]) -> RankRecord:
     steps = {step: _read_header(file, rank, step) for step, file in files.items()}
-    return RankRecord(rank, steps, {name: file.read_tensor for file in files.values() for name in file.entries})
+
+    def read_from(file: SafetensorsFile, name: str) -> Tensor:
+        tensor = file.read_tensor(name)
+        # Its name is the hash of its bytes, dtype and shape, so no other tensor is taken for it.
+        if hash_tensor(tensor) != name:
+            raise ValueError(f"{file.path} is damaged: tensor {name} has other numbers than were written.")
+        return tensor
+
+    return RankRecord(rank, steps, {name: partial(read_from, file) for file in files.values() for name in file.entries})
 
 
 _FIELDS = {"rank", "ranks", "step", "microbatches", "before", "after", "buffers", "modes", "aliases", "digest"}
@@ -240,9 +254,12 @@ _FIELDS = {"rank", "ranks", "step", "microbatches", "before", "after", "buffers"
 def _read_header(file: SafetensorsFile, rank: int, step: int) -> Any:
     """Return the header of a step; raise ValueError if the file is of another kind, rank or step."""
     try:
-        header = json.loads(file.metadata["fpipe"])
+        text = file.metadata["fpipe"]
+        header = json.loads(text)
     except (KeyError, ValueError):
         raise ValueError(f"{file.path} has no header of fpipe.record_run.") from None
+    if file.metadata.get("fpipe_hash") != _hash_text(text):
+        raise ValueError(f"{file.path} has a header that was changed after it was written: record again.")
     if not isinstance(header, dict) or header.get("version") != VERSION or not header.keys() >= _FIELDS:
         raise ValueError(f"{file.path} is of another version of fpipe: record again.")
     if (header["rank"], header["step"]) != (rank, step):
