@@ -100,26 +100,29 @@ class BatchGuard:
             *zip(self.sizes[len(self.example) :], extra_values, repeat("the last stage's output")),
             *zip(self.sizes, leaves, (path for path, _ in self.example), strict=False),
         )
-        open_dims = [(expr, x.shape[dim], path) for sizes, x, path in named_values for dim, expr in sizes.items()]
-        size_and_path = {expr: (size, path) for expr, size, path in reversed(open_dims) if expr.is_Symbol}
-        size_by_symbol = {symbol: size for symbol, (size, _) in size_and_path.items()}
+        open_dims = [(expr, x.shape[dim], path, dim) for sizes, x, path in named_values for dim, expr in sizes.items()]
+        places = {expr: (size, path, dim) for expr, size, path, dim in reversed(open_dims) if expr.is_Symbol}
+        size_by_symbol = {symbol: size for symbol, (size, *_) in places.items()}
         # 2) Every other size must be what its expression then gives.
-        for expr, size, path in open_dims:
+        for expr, size, path, dim in open_dims:
             if expr.free_symbols <= size_by_symbol.keys() and (expected := expr.subs(size_by_symbol)) != size:
-                other_size, other_path = size_and_path[min(expr.free_symbols, key=str)]
+                other_size, other_path, _ = places[min(expr.free_symbols, key=str)]
+                noun = "rows" if dim == 0 else f"in dimension {dim}"
                 raise ValueError(
-                    f"{path} has {size} rows, expected {expected} to go with the {other_size} of {other_path}, as in "
+                    f"{path} has {size} {noun}, expected {expected} to go with the {other_size} of {other_path}, as in "
                     f"x + y. Cut both alike, or call {self.door} on such an example."
                 )
         # 3) The guards must hold. A guard with symbols of the other half of the batch is checked there.
         for guard in self.guards:
             if guard.free_symbols <= size_by_symbol.keys() and not guard.subs(size_by_symbol):
-                symbols = sorted(guard.free_symbols, key=lambda symbol: size_and_path[symbol][1])
-                text = str(guard)
-                for symbol in symbols if len(symbols) > 1 else ():
-                    text = text.replace(str(symbol), f"len({size_and_path[symbol][1]})")
-                rows = " and ".join(str(size_by_symbol[symbol]) for symbol in symbols)
+                symbols = sorted(guard.free_symbols, key=lambda symbol: places[symbol][1])
+                text, has_lengths = str(guard), any(places[symbol][2] for symbol in symbols)
+                for symbol in symbols if len(symbols) > 1 or has_lengths else ():
+                    _, path, dim = places[symbol]
+                    text = text.replace(str(symbol), f"{path}.shape[{dim}]" if dim else f"len({path})")
+                sizes_text = " and ".join(str(size_by_symbol[symbol]) for symbol in symbols)
+                sizes_text = f"sizes {sizes_text}" if has_lengths else f"{sizes_text} rows"
                 condition = with_rows_named(text)
                 raise ValueError(
-                    f"{self.who} takes another branch for {rows} rows than for the example: {condition} is false."
+                    f"{self.who} takes another branch for {sizes_text} than for the example: {condition} is false."
                 )
