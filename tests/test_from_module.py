@@ -564,3 +564,20 @@ def test_a_module_that_branches_on_data_is_named_with_its_line() -> None:
 def test_without_batch_norms_nothing_is_deferred() -> None:
     model, _, _ = cut_net(Net(2))
     assert fpipe.deferred_batch_norm(model) == model
+
+
+def double_long(module: Any, ids: Tensor) -> Tensor:
+    rows = module.embed(ids)
+    return module.head(rows * 2 if ids.shape[1] > 8 else rows).mean((1, 2))
+
+
+@pytest.mark.filterwarnings("ignore:this step was traced again")
+def test_a_branch_on_a_length_is_met_at_each_new_length() -> None:
+    """Used to be passed over from the third length on: the branch of the example ran, with another loss."""
+    net = Toy(double_long, embed=nn.Embedding(9, WIDTH), head=nn.Linear(WIDTH, WIDTH))
+    batches = [(torch.randint(9, (4, length)), torch.randn(4)) for length in (6, 7, 12)]
+    model, params, _ = fpipe.from_module(net, cuts=["embed"], loss=F.mse_loss, example=batches[0])
+    step = fpipe.build(fpipe.program(model), model)
+    assert all(torch.equal(step(params, batch).loss, F.mse_loss(net(batch[0]), batch[1])) for batch in batches[:2])
+    with pytest.raises(ValueError, match=r"another branch for sizes 12 than .*: inputs.shape\[1\] <= 8 is false"):
+        step(params, batches[2])

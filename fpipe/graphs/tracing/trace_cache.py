@@ -176,6 +176,11 @@ class Traces:
     def _may_open(self, call: StageCall) -> bool:
         """Whether a call's sizes may become symbols: not sizes of shards, or of rows with their own parameters."""
         has_shards = any(getattr(leaf, "sharding", None) for leaf in _leaves_of(call))
+        # A net that was exported compares sizes with numbers, as in `ids.shape[1] > 8`. An open trace of its blocks
+        # would not meet these comparisons, which its stage makes in each trace of its own.
+        function: Any = None if call.stage is None else self.model.stages[call.stage].forward
+        if getattr(getattr(function, "guard", None), "guards", ()):
+            return False
         return not (has_shards or self.model.per_example or current_open_sizes())
 
     def _with_open_chain(self, call: StageCall, open_call: StageCall) -> Traces:
