@@ -1,4 +1,4 @@
-"""Replay the recorded calls of one microbatch with the reference net, each on its recorded inputs.
+"""Replay a recorded call with the reference net, on its recorded inputs.
 
 The call of a module P with children A and B is replayed with stubs in the places of A and B, which return what was
 recorded of them. So each call answers for its own code alone, and a fault is found where it is, and not where it leads:
@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.oracle.explain_call import explain_gradient, explain_output, find_mistake
 from fpipe.oracle.recorded_step import RecordedStep
-from fpipe.oracle.run_report import PHASES, Fault, Findings, eps_of, noises, rounding_limit
+from fpipe.oracle.run_report import eps_of
 from fpipe.recording.record_files import as_spec, from_spec, hashes_of, is_plain
 from fpipe.verification.report import PrecisionWatch
 
@@ -74,15 +73,12 @@ class CallResult:
         return {name: tensor for name, tensor in rows.items() if tensor is not None}
 
 
-class MicrobatchReplay:
-    """The replay of one microbatch on one rank.
+class CallReplay:
+    """Replays the recorded calls of a microbatch on one rank, each alone.
 
     Attributes:
-        param_grads: the reference's gradient of each parameter for this microbatch, after `run`.
-        later_grads, later_limits: without the first of several forwards, which may be a pipeline's trial of shapes.
-        limits: how far rounding may take each of them.
         roots: how many calls stand in no other: with a pipeline, one for each microbatch.
-        is_whole: whether every call of the net could be replayed, so that `param_grads` are complete.
+        is_whole: whether every call of the net can be replayed, so that gradients of parameters are complete.
     """
 
     def __init__(self, net: nn.Module, rank: RecordedStep, microbatch: int) -> None:
@@ -97,8 +93,6 @@ class MicrobatchReplay:
         # A pipeline may run its stages once more without a backward, to learn their shapes.
         self.roots = sum(call["parent"] is None and any(call["grads"].values()) for call in calls)
         self._results = dict[int, CallResult]()
-        self.param_grads, self.limits = dict[str, Tensor](), dict[str, float]()
-        self.later_grads, self.later_limits = dict[str, Tensor](), dict[str, float]()
         self.is_whole = all(
             any(self._is_judged[ancestor] for ancestor in self._calls_around(number))
             # The root of a pipeline's stage only calls its layers.
@@ -112,28 +106,6 @@ class MicrobatchReplay:
     def module_of(self, number: int) -> nn.Module:
         """Return the reference's module of a call."""
         return self._modules[self._calls[number]["module"]]
-
-    def run(self, findings: Findings) -> None:
-        """Replay all calls and add the faults of forward and backward to the findings."""
-        for number in reversed(range(len(self._calls))):
-            call = self._calls[number]
-            if not self._is_judged[number]:
-                if call["module"] in self._modules and call["module"] not in self._partial_modules:
-                    findings.notes[
-                        f"{call['module'] or 'The net'} is not judged: it takes or draws what no file keeps."
-                    ] = None
-                continue
-            try:
-                result = self._results[number] = self.replay(number)
-            except OtherCalls as error:
-                findings.faults.append(self._fault(call["module"], "forward", str(error), call["start"]))
-                self.is_whole = False
-                continue
-            self._judge_call(number, result, findings)
-            # A call without a stub is repeated by the judged call around it, with all that is inside: it counts there.
-            judged_calls = [i for i in self._calls_around(number) if self._is_judged[i]]
-            if all(self._has_stub[i] for i in judged_calls[:-1]):
-                self._add_param_grads(number, result)
 
     def replay(
         self,
@@ -162,7 +134,7 @@ class MicrobatchReplay:
             # A copy: code may change what it is handed in place, which torch forbids for a leaf.
             return tensor.clone()
 
-        inner_call = _module_call(call)
+        inner_call = module_call(call)
         args, kwargs = (from_spec(inner_call[key], lambda name: leaf_of(name, leaves)) for key in ("args", "kwargs"))
         children = [i for i in range(number + 1, len(self._calls)) if self._has_stub[i] and self._parent(i) == number]
         result = CallResult([])
@@ -196,7 +168,7 @@ class MicrobatchReplay:
         finds_readers: bool,
     ) -> None:
         """Run the backward of a call from the gradients of its outputs and of its children's inputs."""
-        roots = [*zip(result.outputs, self._recorded_grads(_module_call(self._calls[number])), strict=False)]
+        roots = [*zip(result.outputs, self._recorded_grads(module_call(self._calls[number])), strict=False)]
         for child, inputs in result.child_inputs.items():
             if child in self._results:
                 roots += zip(inputs, self._outer_input_grads(child), strict=False)
@@ -231,94 +203,6 @@ class MicrobatchReplay:
         for tensors in (result.outputs, *result.child_inputs.values()):
             tensors[:] = [tensor.detach() for tensor in tensors]
 
-    def _judge_call(self, number: int, result: CallResult, findings: Findings) -> None:
-        """Compare the tensors of a replayed call with the recorded ones."""
-        call, limits = self._calls[number], _Limits(self, number, result)
-        label = f"step {self._moment[0]}: {call['module'] or 'the net'}"
-        # 1. Forward: the call's outputs, and what it hands to its children.
-        recorded = [self._record.tensor(name) for name in hashes_of(_module_call(call)["output"])]
-        if len(recorded) != len(result.outputs):
-            sentence = f"it returns {len(recorded)} tensors, and the reference {len(result.outputs)}"
-            findings.faults.append(self._fault(call["module"], "forward", sentence, call["end"]))
-        for i, (actual, expected) in enumerate(zip(recorded, result.outputs, strict=False)):
-            if not findings.agree(f"{label}, output {i}", actual, expected, limits.limit_of(f"output {i}")):
-                mistake = explain_output(
-                    self.module_of(number),
-                    lambda change, i=i: self.replay(number, change=change).outputs[i],
-                    actual,
-                    expected,
-                )
-                findings.faults.append(self._fault(call["module"], "forward", mistake, call["end"]))
-                break
-        for child, inputs in result.child_inputs.items():
-            name, start = self._calls[child]["module"], self._calls[child]["start"]
-            recorded_inputs = [self._record.tensor(name) for name in _input_hashes(self._calls[child])]
-            for i, (actual, expected) in enumerate(zip(recorded_inputs, inputs, strict=False)):
-                if not findings.agree(
-                    f"{label}, input {i} of {name}", actual, expected, limits.limit_of(f"handed {child} {i}")
-                ):
-                    mistake = find_mistake(
-                        self.module_of(number),
-                        lambda change, child=child, i=i: self.replay(number, change=change).child_inputs[child][i],
-                        actual,
-                        expected,
-                    )
-                    mistake = mistake or f"{name} is handed another input: {explain_gradient(actual, expected)}"
-                    findings.faults.append(self._fault(call["module"], "forward", mistake, start))
-                    break
-        # 2. Backward: the gradient of each child's outputs.
-        for child, grads in result.child_grads.items():
-            # Two calls that return one tensor cannot divide its gradient between them.
-            if self._calls[child]["is_shared"] or call["is_shared"]:
-                continue
-            for i, (actual, expected) in enumerate(zip(self._recorded_grads(self._calls[child]), grads, strict=False)):
-                self._judge_child_grad(number, child, i, actual, expected, limits, findings)
-
-    def _judge_child_grad(
-        self,
-        number: int,
-        child: int,
-        index: int,
-        actual: Tensor | None,
-        expected: Tensor | None,
-        limits: _Limits,
-        findings: Findings,
-    ) -> None:
-        """Compare the gradient of an output of a child, as the call and its later children hand it back."""
-        name = self._calls[child]["module"]
-        if actual is None and expected is None:
-            return
-        template = expected if expected is not None else actual
-        assert template is not None
-        actual_grad = torch.zeros_like(template) if actual is None else actual
-        expected_grad = torch.zeros_like(template) if expected is None else expected
-        label = f"step {self._moment[0]}: gradient of output {index} of {name}"
-        if findings.agree(label, actual_grad, expected_grad, limits.limit_of(f"child {child} {index}")):
-            return
-        # The only child that reads the output hands this gradient back; where several do, it is the call's matter.
-        readers = self.replay(number, finds_readers=True).readers.get(child, [])
-        subject = self._calls[readers[0] if len(readers) == 1 and readers[0] >= 0 else number]["module"]
-        mistake = f"the gradient that it hands to {name} is {explain_gradient(actual_grad, expected_grad)}"
-        # Later calls come earlier in the backward.
-        findings.faults.append(self._fault(subject, "backward", mistake, -self._calls[child]["end"]))
-
-    def _add_param_grads(self, number: int, result: CallResult) -> None:
-        limits = _Limits(self, number, result)
-        # Two sums, and not a difference: torch runs the trial on uninitialized memory, whose gradients may be NaN.
-        sums = [(self.param_grads, self.limits)]
-        if self.roots > 1 and self._calls_around(number)[-1] != 0:
-            sums.append((self.later_grads, self.later_limits))
-        # A module that is called several times adds up the gradients of its calls.
-        for name, grad in result.param_grads.items():
-            limit = limits.limit_of(f"param {name}")()
-            for total_by_name, limit_by_name in sums:
-                total_by_name[name] = total_by_name[name] + grad if name in total_by_name else grad
-                limit_by_name[name] = limit_by_name.get(name, 0.0) + limit
-
-    def _fault(self, module: str, phase: str, mistake: str, moment: int) -> Fault:
-        step, microbatch = self._moment
-        return Fault(module or "the net", phase, mistake, (step, PHASES.index(phase), microbatch, moment))
-
     def _can_judge(self, call: Call) -> bool:
         # A generator of another device draws other numbers than this one.
         is_known = (
@@ -326,7 +210,7 @@ class MicrobatchReplay:
             and call["module"] not in self._partial_modules
             and not call["draws_on_device"]
         )
-        return is_known and is_plain(_module_call(call)["args"]) and is_plain(_module_call(call)["kwargs"])
+        return is_known and is_plain(module_call(call)["args"]) and is_plain(module_call(call)["kwargs"])
 
     def _calls_around(self, number: int | None) -> list[int]:
         """Return a call and all calls around it, from the inside."""
@@ -355,7 +239,7 @@ class MicrobatchReplay:
             raise UnknownPart
         if "inner" not in call:
             return grads
-        inputs = [[self._record.tensor(name) for name in _input_hashes(part)] for part in (call, call["inner"])]
+        inputs = [[self._record.tensor(name) for name in input_hashes(part)] for part in (call, call["inner"])]
         if len(inputs[0]) != len(inputs[1]):
             raise UnknownPart
         return [
@@ -416,7 +300,7 @@ class MicrobatchReplay:
             raise OtherCalls(f"it calls {unused} more often than the reference")
 
 
-def _module_call(call: Call) -> Call:
+def module_call(call: Call) -> Call:
     """Return a call as its module sees it, inside of hooks that turn parts into DTensors and back."""
     return call.get("inner", call)
 
@@ -431,7 +315,8 @@ def _modules_around(param: str) -> list[str]:
     return [".".join(names[:depth]) for depth in range(len(names) + 1)]
 
 
-def _input_hashes(call: Call) -> list[str]:
+def input_hashes(call: Call) -> list[str]:
+    """Return the hashes of the tensors that a call takes, by position and then by keyword."""
     return [*hashes_of(call["args"]), *hashes_of(call["kwargs"])]
 
 
@@ -455,30 +340,6 @@ def _region_of(part: Tensor, whole_tensor: Tensor) -> tuple[int, int, int]:
     if len(regions) != 1:
         raise UnknownPart
     return regions[0]
-
-
-class _Limits:
-    """How far rounding may take each tensor of a call: computed at the first question, by three replays with noise."""
-
-    def __init__(self, replay: MicrobatchReplay, number: int, result: CallResult) -> None:
-        self._replay, self._number, self._result = replay, number, result
-        self._moved: list[dict[str, Tensor]] | None = None
-
-    def limit_of(self, name: str) -> Callable[[], float]:
-        """Return a function that computes the limit of a tensor, by its name in `named_tensors`."""
-
-        def limit() -> float:
-            if self._moved is None:
-                moved = (self._replay.replay(self._number, noise) for noise in noises(self._result.eps))
-                self._moved = [result.named_tensors() for result in moved]
-            expected = self._result.named_tensors().get(name)
-            if expected is None:
-                return 0.0
-            return rounding_limit(
-                expected, [tensors[name] for tensors in self._moved if name in tensors], self._result.eps
-            )
-
-        return limit
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

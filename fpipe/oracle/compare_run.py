@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.oracle.call_replay import MicrobatchReplay
 from fpipe.oracle.explain_call import explain_gradient, scale_between
+from fpipe.oracle.microbatch_replay import MicrobatchReplay
 from fpipe.oracle.recorded_step import RecordedStep, ReferenceNames
+from fpipe.oracle.run_clip import judge_clip, judge_norm
 from fpipe.oracle.run_phases import (
     add_fault,
     judge_accumulation,
     judge_batch,
-    judge_clip,
-    judge_norm,
     judge_reduction,
     judge_replicas,
     judge_start,

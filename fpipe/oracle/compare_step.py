@@ -36,7 +36,8 @@ from fpipe.model import Model
 from fpipe.oracle.compare_grads import compare_grads
 from fpipe.oracle.named_leaves import join_ranks, params_by_leaf, strip_wrapper_names
 from fpipe.oracle.recorded_step import ReferenceNames
-from fpipe.oracle.run_phases import add_fault, judge_norm
+from fpipe.oracle.run_clip import judge_norm
+from fpipe.oracle.run_phases import add_fault
 from fpipe.oracle.run_report import Findings, RunReport, report_of
 from fpipe.oracle.run_update import judge_update
 from fpipe.oracle.step_training import Training, record_step
