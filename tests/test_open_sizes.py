@@ -117,7 +117,7 @@ def test_new_lengths_have_the_bits_of_autograd_without_a_trace(monkeypatch: pyte
 
 def test_lengths_share_their_compiled_code() -> None:
     """Sizes stood in the text as literals, so each new length was compiled, and its code kept."""
-    step = build_step(nn.Sequential(*(Attention() for _ in range(2))))
+    step = build_step(nn.Sequential(Attention(), Scaled()))
     miss_counts = list[int]()
     for length in (5, 8, 6, 31, 9):
         step(torch.randn(2, length, 8), torch.randn(2, length, 8))

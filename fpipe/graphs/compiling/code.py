@@ -12,7 +12,6 @@ a tensor, its memory is free right after the op that reads it last, as inside au
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -39,7 +38,7 @@ def compile_graph(graph: Graph, name: str = "run") -> Callable[..., Any]:
     >>> run([torch.ones(2)])
     ([tensor([2., 2.])],)
     """
-    text, object_by_name = _generate(_with_number_tensors(graph), name, spells_sizes=False)
+    text, object_by_name = _generate(_with_number_tensors(graph), name, spells_numbers=False)
     exec(_compile_text(text, name), object_by_name)
     return object_by_name[name]
 
@@ -52,12 +51,12 @@ def _compile_text(text: str, name: str) -> CodeType:
 
 def source(graph: Graph, name: str = "run") -> str:
     """Return the text of a graph's function for people to read, with numbers as numbers."""
-    return _generate(graph, name, spells_sizes=True)[0]
+    return _generate(graph, name, spells_numbers=True)[0]
 
 
-def _generate(graph: Graph, name: str, spells_sizes: bool) -> tuple[str, dict[str, Any]]:
+def _generate(graph: Graph, name: str, spells_numbers: bool) -> tuple[str, dict[str, Any]]:
     # `object_by_name` are the globals of the function: whatever its text names and cannot, or does not, spell.
-    object_by_name: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+    object_by_name: dict[str, Any] = {"torch": torch, "device": torch.device}
     variable_by_label = {label: variable_name(label) for label in graph.reads}
     lines = [f"def {name}({', '.join(variable_by_label.values())}):"]
     results = {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
@@ -75,12 +74,12 @@ def _generate(graph: Graph, name: str, spells_sizes: bool) -> tuple[str, dict[st
     kept_leaves = {leaf for label, leaves in graph.reads.items() if is_kept_all_step(label) for leaf in leaves}
     dying_by_node = _last_reads(graph, results | kept_leaves)
     for node, names in zip(graph.nodes, dying_by_node, strict=True):
-        line = f"    {node.name} = {_call_text(node, graph, object_by_name, spells_sizes)}"
+        line = f"    {node.name} = {_call_text(node, graph, object_by_name, spells_numbers)}"
         lines.append(line + (f"; del {', '.join(names)}" if names else ""))
     object_by_name |= {str(constant): tensor for constant, tensor in graph.constants.items()}
     # 3. A tuple of lists.
     texts = [
-        f"[{', '.join(_argument_text(x, object_by_name, spells_sizes) for x in leaves)}]"
+        f"[{', '.join(_argument_text(x, object_by_name, spells_numbers) for x in leaves)}]"
         for leaves in graph.writes.values()
     ]
     lines.append(f"    return {', '.join(texts)}{',' if len(texts) == 1 else ''}" if texts else "    return ()")
@@ -137,7 +136,7 @@ def _last_reads(graph: Graph, kept_leaves: set[Name]) -> list[list[Name]]:
     return last_reads[::-1]
 
 
-def _call_text(node: Node, graph: Graph, object_by_name: dict[str, Any], spells_sizes: bool) -> str:
+def _call_text(node: Node, graph: Graph, object_by_name: dict[str, Any], spells_numbers: bool) -> str:
     if node.op is getitem:
         return f"{node.args[0]}[{node.args[1]}]"
     call = _fastest_call(node, graph)
@@ -146,26 +145,26 @@ def _call_text(node: Node, graph: Graph, object_by_name: dict[str, Any], spells_
     names = chain([base], (f"{base}_{k}" for k in count(2)))
     name = next(name for name in names if object_by_name.get(name, call) is call)
     object_by_name[name] = call
-    arguments = [_argument_text(argument, object_by_name, spells_sizes) for argument in node.args]
+    arguments = [_argument_text(argument, object_by_name, spells_numbers) for argument in node.args]
     arguments += [
-        f"{keyword}={_argument_text(argument, object_by_name, spells_sizes)}"
+        f"{keyword}={_argument_text(argument, object_by_name, spells_numbers)}"
         for keyword, argument in node.kwargs.items()
     ]
     return f"{name}({', '.join(arguments)})"
 
 
-def _argument_text(argument: Any, object_by_name: dict[str, Any], spells_sizes: bool) -> str:
+def _argument_text(argument: Any, object_by_name: dict[str, Any], spells_numbers: bool) -> str:
     """Write an argument in Python; an object that has no literal gets a name in `object_by_name`."""
     if isinstance(argument, Name):
         return str(argument)
     if isinstance(argument, list | tuple):
-        children = ", ".join(_argument_text(child, object_by_name, spells_sizes) for child in argument)
+        children = ", ".join(_argument_text(child, object_by_name, spells_numbers) for child in argument)
         return f"[{children}]" if isinstance(argument, list) else f"({children}{',' if argument else ''})"
-    # A number that may be a size gets a name too, by its place: graphs of other lengths then have equal texts, whose
-    # compiled code they share. Sizes of 0 and 1 have graphs of their own.
-    may_be_size = not spells_sizes and type(argument) is int and argument > 1
+    # A number gets a name too, by its place, as it may follow from a length: graphs of other lengths then have equal
+    # texts, whose compiled code they share.
+    is_spelled = spells_numbers or type(argument) not in (int, float)
     plain_types = bool | int | float | str | torch.dtype | torch.device | torch.layout
-    if argument is None or (isinstance(argument, plain_types) and not may_be_size):
+    if argument is None or (isinstance(argument, plain_types) and is_spelled):
         return repr(argument)
     if isinstance(argument, torch.memory_format):
         return str(argument)
