@@ -75,9 +75,8 @@ def test_a_gap_is_a_share_of_the_bound():
     assert fpipe.bounds(slow, memory_cap=2).gap(fpipe.simulate(slow)) == pytest.approx(12 / 9 - 1)
 
 
-@pytest.mark.parametrize("cap", [math.nan, -1, "x", "xy", {}, [1, None]])
+@pytest.mark.parametrize("cap", [math.nan, -1, [1, -2]])
 def test_invalid_memory_caps_are_refused(cap: Any):
-    """Used to compare a text with 0, or take it for a list of caps."""
     wrong_cap = cap[1] if isinstance(cap, list) else cap
     message = f"memory_cap is in microbatches, at least 0; found {wrong_cap!r}."
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -125,6 +125,17 @@ def test_lengths_share_their_compiled_code() -> None:
     assert miss_counts[1:] == [miss_counts[1]] * 4
 
 
+def test_a_net_that_computes_its_loss_is_not_traced_at_each_length() -> None:
+    """Its absent loss was a new function at each length, so steps warned that they were traced again."""
+    stages = [lambda p, x: x * p["w"], lambda p, x: (x * p["w"]).square().mean()]
+    model = fpipe.from_functions(stages, loss=None)
+    params = ({"w": torch.ones(8)},) * 2
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model, audit="never")
+    for length in range(4, 16):  # eight traces would warn
+        x = torch.randn(4, length, 8)
+        assert torch.equal(step(params, (x, None)).loss, sum(half.square().mean() * 0.5 for half in x.split(2)))
+
+
 def test_a_branch_on_a_length_is_a_guard() -> None:
     net = nn.Sequential(nn.Linear(8, 8), Branching())
     step = build_step(net)

@@ -319,7 +319,9 @@ class Traces:
         context_key = (call.type_key, call.reads, call.autograd_leaves, ambient_key())
         if call.stage is None:
             options = "loss", self.model.reduction, self.model.aux, call.specs
-            return self._function_key(self.model.loss), *options, *context_key
+            # A net that computes its loss has no function here, and None has no identity to be equal by.
+            function_key = None if self.model.loss is None else self._function_key(self.model.loss)
+            return function_key, *options, *context_key
         stage = self.model.stages[call.stage]
         if "key" in stage.keywords:
             raise Untraceable("it asks for its key, and a trace would repeat what Python computes from the first one")
