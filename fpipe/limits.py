@@ -140,13 +140,19 @@ class _Parameters:
     keywords: Sequence[str]
     args: str | None
     kwargs: str | None
+    makes_transform: bool
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise ArgumentError at the first argument that no parameter allows."""
+        # A parameter of any kind, as in merge(outputs), would take a program too, and say later that it is no spec.
+        if self.makes_transform and any(type(argument).__name__ == "Program" for argument in args):
+            raise ArgumentError(
+                f"{self.function}() makes a transform; found a Program. Write {self.function}(..)(program)."
+            )
         extra_args = args[len(self.positional) :]
         if extra_args and self.args is None:
             by_name = ", ".join(name for name in self.keywords if name not in (*self.positional, *kwargs))
-            remedy = f"pass by name: {by_name}." if by_name else f"it takes {', '.join(self.positional)}."
+            remedy = f"pass by name: {by_name}." if by_name else f"it takes {', '.join(self.positional) or 'none'}."
             raise ArgumentError(f"{self.function}() has {len(args)} arguments by position; {remedy}")
         by_position = dict(zip(self.positional, args, strict=False))
         arguments = (*by_position.items(), *((self.args, argument) for argument in extra_args), *kwargs.items())
@@ -171,7 +177,8 @@ class _Parameters:
 @cache
 def _parameters_of(function: Callable[..., Any]) -> _Parameters:
     names = vars(sys.modules[inspect.unwrap(function).__module__])
-    parameters = inspect.signature(function).parameters.values()
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
 
     def names_of(*kinds: object) -> list[str]:
         return [param.name for param in parameters if param.kind in kinds]
@@ -186,6 +193,7 @@ def _parameters_of(function: Callable[..., Any]) -> _Parameters:
             next(iter(names_of(kind)), None)
             for kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         ),
+        str(signature.return_annotation) == "Transform",
     )
 
 
@@ -328,12 +336,14 @@ def is_transform(argument: object) -> bool:
 _REMEDIES: Sequence[tuple[str, Callable[[Any], bool], str]] = (
     ("Program", is_transform, "Apply the transform to a program, such as fpipe.program(model)."),
     ("Program", lambda argument: type(argument).__name__ == "Model", "fpipe.program(model) makes one."),
+    ("Program", lambda argument: hasattr(argument, "state_dict"), "fpipe.from_module(net, ..) makes a model to cut."),
     (
         "Timeline",
         lambda argument: isinstance(argument, list | tuple),
         "Several go one by one: plot(first, second).",
     ),
-    ("int", lambda argument: type(argument).__name__ == "Program", "Make the transform first: gpipe(4)(program)."),
+    ("transforms", lambda argument: isinstance(argument, list | tuple), "Several go one by one: chain(first, second)."),
+    ("Costs", lambda argument: isinstance(argument, dict), "fpipe.Costs.per_rank(F=1, B=2) makes them."),
     ("Model", lambda argument: hasattr(argument, "state_dict"), "fpipe.from_module makes one of a net."),
     ("Model", lambda argument: isinstance(argument, tuple), "Of what a front end returns, the model is the first."),
     ("Sequential", lambda argument: hasattr(argument, "state_dict"), "Use fpipe.from_module."),

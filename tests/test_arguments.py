@@ -90,7 +90,19 @@ fpipe.plot([PROGRAM, PROGRAM])
 fpipe.check(MODEL)
     TypeError: program is a Program; found a Model. fpipe.program(model) makes one.
 fpipe.schedules.gpipe(PROGRAM)
-    TypeError: ranks is a whole number; found a Program. Make the transform first: gpipe(4)(program).
+    TypeError: gpipe() makes a transform; found a Program. Write gpipe(..)(program).
+fpipe.merge(PROGRAM)
+    TypeError: merge() makes a transform; found a Program. Write merge(..)(program).
+fpipe.chain(PROGRAM, fpipe.merge())
+    TypeError: chain() makes a transform; found a Program. Write chain(..)(program).
+fpipe.chain([fpipe.split(2), fpipe.merge()])
+    TypeError: transforms is a function; found a list. Several go one by one: chain(first, second).
+fpipe.forward_only(3)
+    TypeError: forward_only() has 1 arguments by position; it takes none.
+fpipe.simulate(PROGRAM, {"F": 1})
+    TypeError: costs is a Costs or a CostsOfLengths; found a dict. fpipe.Costs.per_rank(F=1, B=2) makes them.
+schedules.gpipe(1)(nn.Linear(1, 1))
+    TypeError: program is a Program; found a Linear. fpipe.from_module(net, ..) makes a model to cut.
 fpipe.freeze(nn.Linear(1, 1), 0)
     TypeError: model is a Model; found a Linear. fpipe.from_module makes one of a net.
 fpipe.program((MODEL, PARAMS, ()))
