@@ -182,6 +182,7 @@ def test_import_registers_user_schedules(tmp_path: Path, monkeypatch: pytest.Mon
 MISTAKES = {
     # Refused by the library: exit code 1.
     "check missing.csv": "error: there is no file 'missing.csv' here, in '",
+    "check gpipe": "It is a schedule's name: python -m fpipe verify gpipe.",
     "export gpipe --output missing/gpipe.csv": "error: 'missing' is not a folder: make it before a file is written",
     "show chimera -p 3": "error: chimera: ",
     "export chimera -m 4": "(--format json and text write any program.)",
@@ -201,7 +202,11 @@ MISTAKES = {
     # Typed wrongly: exit code 2, below the usage.
     "shwo gpipe": "No such command 'shwo'. Did you mean 'show'?",
     "show gpip": "there is no schedule 'gpip'; did you mean gpipe",
-    "show missing.csv": "there is no file 'missing.csv', and no schedule of that name.",
+    "show missing.csv": "there is no file 'missing.csv' here, in '",
+    "show nope": "there is no schedule 'nope'; python -m fpipe schedules lists them all.",
+    "show /": "'/' is a folder; name a file in it.",
+    "export gpipe --format csvv": "Invalid value for '--format' / '-f': there is no format 'csvv'; did you mean csv?",
+    "export gpipe -f x": "there is no format 'x'; it is csv, comms, megatron, primus, json, table, text.",
     "show gpipe --rank 2": "No such option: --rank (Possible options: --ranks)",
     "show gpipe --ranks 0": "--ranks",
     "show gpipe --png a/x.svg": "--png writes .png, found 'a/x.svg'; name it a/x.png.",
@@ -228,7 +233,7 @@ MISTAKES = {
     "show gpipe --costs y=8GX": "an amount of bytes reads 40GiB or 512B, in B, KB, KiB,",
     "show gpipe --cluster '4 rank; inside'": "a link has latency (5us), bandwidth (200GB/s) or both, at 'inside'",
     "export hanayo -o waves": "an option reads waves=2, found 'waves'.",
-    "bench table.csv": "schedules are taken by name here, found the file 'table.csv'.",
+    "bench table.csv": "name a schedule; found the file 'table.csv'. Register it in a file for --import.",
     "bench gpipe --file a.txt": "--file writes .svg, .png, .pdf, .html or .json, found 'a.txt'.",
     "bench gpipe --model mine": "a function reads mine.py:step or package.module:step, found 'mine'.",
     "bench gpipe --model fractions:Fraction --rows 8": "--width and --rows are of the layers that run without --model.",

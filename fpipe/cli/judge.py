@@ -13,6 +13,7 @@ from fpipe.cli.options import function, parsed_by, read_program
 from fpipe.cli.output import print_error
 from fpipe.cli.see import sizes
 from fpipe.program import Program
+from fpipe.schedules import names
 from fpipe.verification.placements import check_placements
 
 # Torch is imported when a command needs it: others start in a third of the time.
@@ -46,7 +47,8 @@ def check(files: Programs, replicated: options.Replicated = False) -> None:
         except (ValueError, OSError) as error:
             wrong_files += 1
             # The text of an OSError names the file already.
-            print_error(str(error) if isinstance(error, OSError) else f"{name}: {error}")
+            hint = f" It is a schedule's name: python -m fpipe verify {file}." if file in names() else ""
+            print_error(f"{error}{hint}" if isinstance(error, OSError) else f"{name}: {error}")
     if wrong_files:
         raise typer.Exit(1)
 

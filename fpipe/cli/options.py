@@ -30,7 +30,7 @@ from fpipe.schedules.notations import from_table, option, with_options
 from fpipe.schedules.notations import parse as parse_name
 from fpipe.timing.cluster import Cluster, parse_bytes
 from fpipe.transforms._rewrite import chain
-from fpipe.transforms.cells import keys_of, read_table, read_text_file, sizes_of
+from fpipe.transforms.cells import keys_of, read_table, read_text_file, require_file, sizes_of
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
 from fpipe.transforms.shard import GATHERS, NEVER, checked_policies
@@ -129,18 +129,23 @@ def parsed_by(reading: Callable[[str], Any], *names: str, metavar: str, help: st
 
 
 def schedule_or_file(text: str) -> str:
-    """Return the name of a schedule or of an existing file; raise ValueError for another text."""
-    if not is_file(text):
+    """Return the name of a schedule or of an existing file; raise an error for another text."""
+    if is_file(text):
+        if text != "-":
+            require_file(Path(text))
+        return text
+    try:
         parse_name(text)
-    elif text != "-" and not Path(text).is_file():
-        raise ValueError(f"there is no file {text!r}, and no schedule of that name.")
+    except ValueError as error:
+        # In a shell a command lists the names.
+        raise ValueError(str(error).replace("fpipe.schedules.names()", "python -m fpipe schedules")) from None
     return text
 
 
 def schedule_name(text: str) -> str:
     """Return the name of a schedule; raise ValueError for a file."""
     if is_file(text):
-        raise ValueError(f"schedules are taken by name here, found the file {text!r}.")
+        raise ValueError(f"name a schedule; found the file {text!r}. Register it in a file for --import.")
     return schedule_or_file(text)
 
 

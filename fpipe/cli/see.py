@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -131,8 +132,7 @@ def compare(
         files.html.write_text(f"{head}{body}<pre>{escape(str(comparison))}</pre>\n{tail}", encoding="utf-8")
 
 
-Format = Literal["csv", "comms", "megatron", "primus", "json", "table", "text"]
-WRITERS: dict[Format, Callable[[Program], str]] = {
+WRITERS: dict[str, Callable[[Program], str]] = {
     "csv": torch_pipelining.to_csv,
     "comms": lambda program: torch_pipelining.to_csv(program, format="compute_comms"),
     "megatron": lambda program: f"{to_megatron(program)}\n",
@@ -143,12 +143,25 @@ WRITERS: dict[Format, Callable[[Program], str]] = {
 }
 
 
+def _format(text: str) -> str:
+    if text not in WRITERS:
+        close = difflib.get_close_matches(text, WRITERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it is {', '.join(WRITERS)}."
+        raise ValueError(f"there is no format {text!r}; {hint}")
+    return text
+
+
 def export(
     typed: typer.Context,
     name_or_file: options.NameOrFile,
     size: options.Sized,
     format: Annotated[
-        Format | None, typer.Option("--format", "-f", help="By default that of the file's ending, else csv.")
+        str | None,
+        options.parsed_by(
+            *(_format, "--format", "-f"),
+            metavar="|".join(WRITERS),
+            help="By default that of the file's ending, else csv.",
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="By default standard output.")] = None,
 ) -> None:
@@ -171,7 +184,7 @@ def export(
     """
     options.refuse_sizes_of_files(typed, [name_or_file])
     program = size.program(name_or_file)
-    endings: dict[str, Format] = {".fpipe": "text", ".json": "json"}
+    endings = {".fpipe": "text", ".json": "json"}
     format = format or endings.get("" if output is None else output.suffix, "csv")
     try:
         text = WRITERS[format](program)

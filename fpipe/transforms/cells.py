@@ -138,8 +138,8 @@ def read_table(table: Table) -> list[list[Cell]]:
     return rows
 
 
-def read_text_file(file: Path) -> str:
-    """Read a text file, without its byte order mark; the error for a missing file names the most similar one."""
+def require_file(file: Path) -> None:
+    """Raise OSError for a folder or a missing file, with the name of the most similar file."""
     if file.is_dir():
         raise IsADirectoryError(f"{str(file)!r} is a folder; name a file in it.")
     if not file.exists():
@@ -148,6 +148,11 @@ def read_text_file(file: Path) -> str:
         hint = f" Did you mean {str(file.with_name(similar_names[0]))!r}?" if similar_names else ""
         folder = f" here, in {str(Path.cwd())!r}" if file.parent == Path() else ""
         raise FileNotFoundError(f"there is no file {str(file)!r}{folder}.{hint}")
+
+
+def read_text_file(file: Path) -> str:
+    """Read a text file, without its byte order mark; the error for a missing file names the most similar one."""
+    require_file(file)
     try:
         with file.open(encoding="utf-8-sig") as stream:
             return read_text(stream, str(file))
