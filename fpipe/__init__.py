@@ -308,6 +308,8 @@ if not TYPE_CHECKING:
         elif name in _folders():
             attribute = importlib.import_module(f"fpipe.{name}")
         else:
+            if not name.startswith("_") and name in importlib.import_module("fpipe.schedules").names():
+                raise AttributeError(f"module 'fpipe' has no attribute {name!r}: write fpipe.schedules.{name}")
             raise AttributeError(f"module 'fpipe' has no attribute {name!r}", name=name, obj=sys.modules["fpipe"])
         globals()[name] = attribute
         return attribute

@@ -193,7 +193,7 @@ def _parameters_of(function: Callable[..., Any]) -> _Parameters:
             next(iter(names_of(kind)), None)
             for kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         ),
-        str(signature.return_annotation) == "Transform",
+        makes_transform=str(signature.return_annotation) == "Transform",
     )
 
 

@@ -327,6 +327,8 @@ STEP(PARAMS, BATCH, key=1.5)
     TypeError: a key is a whole number, and so is what is folded into it; found
 STEP(PARAMS, BATCH, key=True)
     TypeError: a key is a whole number, and so is what is folded into it; found
+STEP(BATCH)
+    TypeError: a step takes parameters and a batch: step(params, (inputs, target)).
 STEP(PARAMS, *BATCH)
     TypeError: a batch is one pair: step(params, (inputs, target)); found 2 arguments after params. Pass
 fpipe.sizes(PROGRAM, NET.model, PARAMS, BATCH, replicas=0)

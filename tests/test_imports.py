@@ -172,8 +172,11 @@ def test_the_signature_of_costs_lists_its_fields():
     assert parameters["bandwidth"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def test_a_misspelt_name_is_answered_with_the_closest():
+@pytest.mark.parametrize(
+    ("name", "hint"), [("verfy", ". Did you mean: 'verify'?"), ("gpipe", ": write fpipe.schedules.gpipe")]
+)
+def test_a_misspelt_name_is_answered_with_the_closest(name: str, hint: str):
     process = subprocess.run(
-        [sys.executable, "-c", "import fpipe; fpipe.verfy"], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-c", f"import fpipe; fpipe.{name}"], capture_output=True, text=True, cwd=ROOT
     )
-    assert process.stderr.endswith("module 'fpipe' has no attribute 'verfy'. Did you mean: 'verify'?\n")
+    assert process.stderr.endswith(f"module 'fpipe' has no attribute '{name}'{hint}\n")

@@ -79,6 +79,11 @@ def test_an_optimizer_of_the_net_trains_with_assigned_gradients():
         fpipe.assign_grads(nn.Linear(3, 3), (result.grads[1],))
     with pytest.raises(ValueError, match="a dict per stage; found Tensor"):
         fpipe.assign_grads(net, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"found Result\. Hand in result\.grads\."):
+        fpipe.assign_grads(net, result)
+    for leaves in (net, params):
+        with pytest.raises(ValueError, match=r"the parameter itself; hand in result\.grads\."):
+            fpipe.assign_grads(leaves, params)
     orphaned_grads = result.grads
     del result  # a live result marks its tensors as gradients
     with pytest.raises(ValueError, match=r"assign_grads\(params, grads\) takes params first"):

@@ -417,6 +417,8 @@ test_a_written_buffer_belongs_to_one_stage = refusals(
     """
 fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_OWNER), sizes=[1, 2], example=ROWS[0])
     ValueError: module '2' (Centred) with state stands in stages 0 and 1; choose sizes= that keep it in one.
+fpipe.from_sequential(nn.Sequential(nn.Linear(2, 2)), stages=1, example=ROWS)
+    TypeError: example is the inputs of a batch; found a tuple. Hand in batch[0]. (linear():
 fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_BORROWER), sizes=[1, 2], example=ROWS[0])
     ValueError: buffers '2.mean' and '0.mean' are one tensor, and the first is written; give each its own.
 """,

@@ -97,6 +97,22 @@ class StepOptions:
     runs: bool = True
 
 
+S = TypeVar("S", bound=Callable[..., Result])
+
+
+def _require_batch(call: S) -> S:
+    """Raise TypeError for step(batch), which Python would answer with the name of a method."""
+
+    @wraps(call)
+    def call_with_batch(*args: Any, **kwargs: Any) -> Result:
+        # args[0] is the step itself.
+        if len(args) + ("params" in kwargs) + ("batch" in kwargs) < 3:
+            raise TypeError("a step takes parameters and a batch: step(params, (inputs, target)).")
+        return call(*args, **kwargs)
+
+    return cast("S", call_with_batch)
+
+
 class Step:
     """A training step made by `build`: a pure function, which overwrites nothing but donated arguments.
 
@@ -119,6 +135,7 @@ class Step:
         self._program, self._model, self._run_context = program, model, run_context
         self.run, self.warns = run, True
 
+    @_require_batch
     def __call__(
         self,
         params: Sequence[Any],
@@ -222,8 +239,6 @@ def _as_loss_scale(scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # Wrap steps: repeat a step whose norm was not valid, or run it under autocast.
-
-S = TypeVar("S", bound=Callable[..., Result])
 
 
 def repeat_if_invalid(program: Program, make_step: Callable[[Program, bool], S], donate: bool) -> S:

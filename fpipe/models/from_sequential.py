@@ -125,7 +125,14 @@ def from_sequential(
     model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
     # 3) Find the buffers that the stages mutate, which becomes their state, before parameters are bound to stages.
     if example is not None:
-        for run, written_names in zip(runs, written_buffers(runs, model, example), strict=True):
+        try:
+            written_by_stage = written_buffers(runs, model, example)
+        except TypeError as error:
+            # The first child may take a tuple, so only its own error shows a whole batch, as from_module takes it.
+            if not isinstance(example, tuple):
+                raise
+            raise TypeError(f"example is the inputs of a batch; found a tuple. Hand in batch[0]. ({error})") from error
+        for run, written_names in zip(runs, written_by_stage, strict=True):
             run.set_state([*run.named_state, *written_names])
     _share_locks(runs)
     params = tuple(_hand_out(run, leaves) for run in runs)

@@ -5,6 +5,7 @@ Here, and not beside the rules, since a program is written without torch.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -37,12 +38,13 @@ def check_rule(name: str) -> None:
     >>> check_rule("AdamW")
     >>> check_rule("AdamV")
     Traceback (most recent call last):
-    ValueError: 'AdamV' is no optimizer rule; known: SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, \
-RMSprop, Rprop, ASGD, Muon. fpipe.register_update adds one.
+    ValueError: 'AdamV' is no optimizer rule; did you mean Adam? fpipe.register_update adds one.
     """
     if name not in TORCH_RULES and name not in RULES:
-        rules = ", ".join([*TORCH_RULES, *RULES])
-        raise ValueError(f"{name!r} is no optimizer rule; known: {rules}. fpipe.register_update adds one.")
+        rules = {rule.lower(): rule for rule in (*TORCH_RULES, *RULES)}
+        close = difflib.get_close_matches(name.lower(), rules, n=1)
+        hint = f"did you mean {rules[close[0]]}?" if close else f"known: {', '.join(rules.values())}."
+        raise ValueError(f"{name!r} is no optimizer rule; {hint} fpipe.register_update adds one.")
 
 
 def check_settings(name: str, settings: Iterable[str]) -> None:

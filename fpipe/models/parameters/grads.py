@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.meaning.purity.sharded import is_sharded, mesh_dim_names
-from fpipe.meaning.purity.write_guard import with_layout_of
+from fpipe.meaning.purity.write_guard import storage_key, with_layout_of
 from fpipe.meaning.single_device.params_and_state import net_order
 from fpipe.meaning.single_device.result import Result, are_gradients
 from fpipe.model import Model
@@ -61,6 +61,10 @@ def assign_grads(params: Any, grads: Any, *, add: bool = False) -> None:
     # Compare all shapes before the first .grad is set: an error leaves the parameters unchanged.
     pairs = [*zip(tree.paths(params), tree.leaves(tree.in_order_of(params, grads)), strict=True)]
     for (path, param), grad in pairs:
+        # Parameters handed in as gradients fit every shape, and an optimizer would just shrink them.
+        are_tensors = isinstance(param, Tensor) and isinstance(grad, Tensor)
+        if are_tensors and storage_key(param) == storage_key(grad) is not None:
+            raise ValueError(f"the gradient at {path} is the parameter itself; hand in result.grads.")
         if grad is not None and getattr(param, "shape", None) != getattr(grad, "shape", None):
             raise ValueError(
                 f"the gradient at {path} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}."
@@ -76,6 +80,7 @@ def _pair_by_name(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[s
     if not isinstance(grads, Sequence) or not all(isinstance(stage, Mapping) for stage in grads):
         raise ValueError(
             f"of a net the gradients are those of a model made from it, a dict per stage; found {type(grads).__name__}."
+            f"{' Hand in result.grads.' if hasattr(grads, 'grads') else ''}"
         )
     named = {str(name): grad for stage in grads for name, grad in stage.items()}
     parameters = dict(net.named_parameters(remove_duplicate=False))
