@@ -349,6 +349,8 @@ fpipe.build(fpipe.program(TIED), TIED)(([], []), NET.batch(6))
     ValueError: leaf 'e' of stage 0 is tied, so that stage's params are a dict
 fpipe.reference(TIED, ({}, {}), NET.batch(6))
     ValueError: params of stage 0 must have the tied leaf 'e', which lives there.
+fpipe.build(PROGRAM, NET.model, example=BATCH)
+    ValueError: example is (params, batch), as a step takes them; found a batch alone.
 fpipe.build(PROGRAM, NET.model, example=(PARAMS,))
     ValueError: example is (params, batch) or (params, batch, state), as a step takes them; found a tuple of 1
 # The norm used to be 0, so gradients were never clipped.

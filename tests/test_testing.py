@@ -66,6 +66,8 @@ def check_small(schedule: Callable[[int], Transform]) -> object:
 test_a_broken_law_is_named_at_the_smallest_size = refusals(
     globals(),
     """
+check_schedule(fpipe.schedules.gpipe(2))
+    TypeError: a schedule is a function of ranks; found a transform. Hand in lambda ranks: ...
 check_small(deadlocked)
     BrokenLaw: deadlocked at ranks=2, microbatches=2, stages=2: it makes a program of these sizes. 2 ops wait for each
     other in a circle

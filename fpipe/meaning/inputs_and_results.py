@@ -293,5 +293,7 @@ def check_example(example: Any) -> tuple[Any, Any, Any]:
     if not isinstance(example, tuple) or len(example) not in (2, 3):  # pyright: ignore[reportUnknownArgumentType]
         actual = f"a tuple of {len(example)}" if isinstance(example, tuple) else type(example).__name__  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(f"example is (params, batch) or (params, batch, state), as a step takes them; found {actual}.")
+    if isinstance(example[0], torch.Tensor):
+        raise ValueError("example is (params, batch), as a step takes them; found a batch alone.")
     params, batch, state = (*example, None)[:3]  # pyright: ignore[reportUnknownVariableType]
     return params, batch, state  # pyright: ignore[reportUnknownVariableType]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe.check import check
+from fpipe.limits import is_transform
 from fpipe.meaning.from_functions import from_functions
 from fpipe.model import Model, Source, as_stage_input
 from fpipe.pictures.plot import plot
@@ -106,11 +107,14 @@ def check_schedule(
 
     Raises:
         BrokenLaw: the first law that does not hold, at the smallest size, with the grid.
+        TypeError: a transform in the place of the function that makes it.
 
     >>> import fpipe
     >>> print(check_schedule(fpipe.schedules.one_f_one_b, ranks=[1, 2], microbatches=[1, 3], examples=5))
     4 sizes complete, legal and within bounds, 5 models with the gradients of plain autograd, bit by bit
     """
+    if is_transform(schedule):
+        raise TypeError("a schedule is a function of ranks; found a transform. Hand in lambda ranks: ...")
     registered = about(schedule) if isinstance(schedule, str) else None
     factory = schedule if callable(schedule) else about(schedule).factory
     name = schedule if isinstance(schedule, str) else getattr(factory, "__name__", repr(factory))
