@@ -152,8 +152,11 @@ class _Parameters:
         extra_args = args[len(self.positional) :]
         if extra_args and self.args is None:
             by_name = ", ".join(name for name in self.keywords if name not in (*self.positional, *kwargs))
-            remedy = f"pass by name: {by_name}." if by_name else f"it takes {', '.join(self.positional) or 'none'}."
-            raise ArgumentError(f"{self.function}() has {len(args)} arguments by position; {remedy}")
+            # Python hands a constructor the object itself, which its caller did not write.
+            positional = [name for name in self.positional if name != "self"]
+            remedy = f"pass by name: {by_name}." if by_name else f"it takes {', '.join(positional) or 'none'}."
+            count = len(positional) + len(extra_args)
+            raise ArgumentError(f"{self.function}() has {count} arguments by position; {remedy}")
         by_position = dict(zip(self.positional, args, strict=False))
         arguments = (*by_position.items(), *((self.args, argument) for argument in extra_args), *kwargs.items())
         for name, argument in arguments:
@@ -216,8 +219,15 @@ def is_allowed(argument: object, annotation: Any) -> bool:
     if get_origin(annotation) in _UNIONS:
         return any(is_allowed(argument, alternative) for alternative in _alternatives(annotation, argument))
     if get_origin(annotation) is Literal:
-        return any(type(argument) is type(value) and argument == value for value in get_args(annotation))
+        # A word may be a member of an enum of strings; True is no 1.
+        return any(
+            isinstance(argument, type(value)) and isinstance(argument, bool) is isinstance(value, bool)
+            for value in get_args(annotation)
+            if argument == value
+        )
     if annotation is int or annotation is float:
+        if isinstance(argument, type):
+            return False  # the class int has the methods of its numbers
         return not isinstance(argument, bool) and hasattr(argument, f"__{'index' if annotation is int else 'float'}__")
     return _is_of_kind(argument, annotation) and all(
         is_allowed(part, part_annotation) for _, part, part_annotation in _parts(argument, annotation)

@@ -1,5 +1,6 @@
 """A wrong argument of a public function is named, with what its parameter takes and what came."""
 
+import enum
 import inspect
 import pickle
 import statistics
@@ -138,6 +139,10 @@ fpipe.from_sequential(nn.Sequential(), 2, nn.functional.mse_loss)
     TypeError: from_sequential() has 3 arguments by position; pass by name: sizes, loss,
 schedules.gpipe(2, 3)
     TypeError: gpipe() has 2 arguments by position; it takes ranks.
+fpipe.Stage(*range(20))
+    TypeError: Stage() has 20 arguments by position;
+schedules.gpipe(int)
+    TypeError: ranks is a whole number; found the class int.
 # Words.
 fpipe.merge(order="random")
     ValueError: order is 'microbatch' or 'schedule'; found 'random'.
@@ -145,3 +150,11 @@ fpipe.checkpoint("sometimes")
     ValueError: policy is 'always', 'except_last', 'never' or a function; found 'sometimes'.
 """,
 )
+
+
+def test_a_member_of_an_enum_of_strings_is_a_word():
+    orders = enum.StrEnum("orders", {"SCHEDULE": "schedule", "RANDOM": "random"})
+    program = fpipe.split(2)(fpipe.program(MODEL))
+    assert str(fpipe.merge(order=orders.SCHEDULE)(program)) == str(fpipe.merge(order="schedule")(program))
+    with pytest.raises(ValueError, match="order is 'microbatch' or 'schedule'"):
+        fpipe.merge(order=orders.RANDOM)
