@@ -113,6 +113,7 @@ def search(
     >>> print(found)
     makespan 138, span 138, bubble 13.0%, peak per rank [1.5, 1.5]
     makespan 138: none of these ops on these ranks takes less than 131, this is 5.3% above
+    the costs assume that these take no time: transfers
     """
     base = _program_to_order(program, microbatches)
     costs = checked_costs(costs, base)

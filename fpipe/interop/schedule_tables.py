@@ -76,7 +76,7 @@ def to_primus(program: Program) -> str:
 
     Source: Primus, `primus/core/pipeline_parallel/scheduler`.
 
-    >>> import fpipe
+    >>> import fpipe, json
     >>> rows = json.loads(to_primus(fpipe.schedules.gpipe(2)(fpipe.program(2))))
     >>> [" ".join(node["func_type"] for node in row) for row in rows]
     ['F SF RB BW', 'RF F BW SB']

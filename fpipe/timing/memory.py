@@ -185,8 +185,9 @@ def _states_of_rank(changes: MemoryChanges, unit: float) -> MemoryStates:
             amounts[holder] += change
             amounts_of_moment.append(tuple(amount / unit for amount in amounts))
         # A moment has a state for the most held within it, and one for what is left, so that the top is the peak.
-        moment = (max(amounts_of_moment, key=sum), amounts_of_moment[-1])
-        states += [(seconds, held) for held in moment if held != states[-1][1]]
+        for held in (max(amounts_of_moment, key=sum), amounts_of_moment[-1]):
+            if held != states[-1][1]:
+                states.append((seconds, held))
     return states[1:]
 
 
