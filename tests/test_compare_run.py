@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 import fpipe
 from fpipe.cli.app import app
-from fpipe.recording.record_files import TensorWriter
 
 mse = nn.functional.mse_loss
 
@@ -441,13 +440,3 @@ def test_check_run_prints_the_verdict_with_an_exit_code(tmp_path: Path):
         )
         assert result.exit_code == code
         assert sentence in result.output
-
-
-def test_a_lazy_conjugate_is_recorded_by_its_own_numbers(tmp_path: Path):
-    spectrum = torch.tensor([1 + 2j])
-    tensors = [spectrum, spectrum.conj(), spectrum.imag, spectrum.conj().imag]
-    writer = TensorWriter(tmp_path, 0)
-    hashes = [writer.add(tensor) for tensor in tensors]
-    writer.write(0, {})
-    recorded = load_file(tmp_path / "rank0-step0.safetensors")
-    assert [recorded[name].tolist() for name in hashes] == [[1 + 2j], [1 - 2j], [2.0], [-2.0]]

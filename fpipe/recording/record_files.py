@@ -36,8 +36,7 @@ def hash_tensor(tensor: Tensor) -> str:
     [True, False]
     """
     summary = hashlib.blake2b(f"{tensor.dtype}{[*tensor.shape]}".encode(), digest_size=16)
-    # A lazy conjugate, or its imaginary part, has the memory of the tensor before.
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.contiguous()
     if tensor.numel():
         # The memory itself: not every torch comes with numpy, and bytes() of a storage goes number by number.
         summary.update((c_char * tensor.nbytes).from_address(tensor.data_ptr()))
@@ -162,7 +161,7 @@ class TensorWriter:
         if self.keeps_digests and tensor.ndim:
             tensor = digest_tensor(tensor)
         # A copy: modules and optimizers go on to change tensors in place.
-        copy = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+        copy = tensor.detach().to("cpu", copy=True).contiguous()
         name = hash_tensor(copy)
         if name not in self.written:
             self.new_tensors.setdefault(name, copy)
