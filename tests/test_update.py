@@ -385,8 +385,8 @@ fpipe.update(type("AdamW", (torch.optim.AdamW,), {"__module__": "mine"}))
     ValueError: mine.AdamW is another optimizer than torch.optim.AdamW: fpipe.register_update
 fpipe.update("Adm")
     ValueError: 'Adm' is no optimizer rule; did you mean Adam? fpipe.register_update adds one.
-fpipe.update("lion")
-    ValueError: 'lion' is no optimizer rule; known: SGD, Adam,
+fpipe.update("newton")
+    ValueError: 'newton' is no optimizer rule; known: SGD, Adam,
 fpipe.update("SGD", momentun=0.9)
     ValueError: SGD takes no momentun=; it takes lr, max
 fpipe.update("AdamW", groups={"*bias": {"weight_decayy": 0.1}})

@@ -76,7 +76,9 @@ class Watchdog:
     """
 
     def __init__(self) -> None:
-        self.faults, self.agreement_counts = FaultStore(), Counter[tuple[str, int]]()
+        self.faults = FaultStore()
+        # They outlive a watchdog: where a step was dropped, a peer's status may still be one of that step's build.
+        self.agreement_counts = _AGREEMENT_COUNTS.setdefault(world_group(), Counter())
         self.part: RankPart | None = None
         self.wait: PeerWait | None = None
         self.ended, self.is_capturing = "", False
@@ -361,6 +363,7 @@ def watchdog_of_process() -> Watchdog:
 
 
 _WATCHDOGS: weakref.WeakKeyDictionary[ProcessGroup, weakref.ref[Watchdog]] = weakref.WeakKeyDictionary()
+_AGREEMENT_COUNTS: weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
 
 
 def _run_watchdog(watchdog_ref: weakref.ref[Watchdog], listen_socket: socket.socket, stopped: threading.Event) -> None:
