@@ -55,11 +55,11 @@ def _refuse_aliased_state(runs: Sequence[StageModule]) -> None:
     """Raise ValueError if a buffer that a stage writes stands in a second place, which would not see the write."""
     written_by_id = {id(getattr(*buffer.home)): buffer for run in runs for buffer in run.state_owners}
     for owner in (owner for run in runs for owner in (*run.state_owners, *run.constant_owners)):
-        written = written_by_id.get(id(getattr(*owner.home)), owner)
-        if written.home != owner.home:
+        written_owner = written_by_id.get(id(getattr(*owner.home)), owner)
+        if written_owner.home != owner.home:
             raise ValueError(
-                f"buffers {written.path!r} and {owner.path!r} are one tensor, and the first is written; give each its "
-                "own."
+                f"buffers {written_owner.path!r} and {owner.path!r} are one tensor, and the first is written; give "
+                "each its own."
             )
 
 

@@ -266,14 +266,14 @@ class _GatheredCopies:
 
     def successive_gathers(self, value: Value, rank: int) -> Iterator[Op]:
         """Yield the GATHERs of one stage's parameters on a rank: params[0], params[0]@1.1, params[0]@1.2, .."""
-        name, stage, microbatch, slice_index, port, place = value
+        name, stage, microbatch, slice_index, port, location = value
         reads, options = self.make_gather(value, rank).reads, self.options
         if rank != min(self.homes[value]) or value in self.travelling_values:
-            place = f"@{rank}"
+            location = f"@{rank}"
         for copy_number in count(1):
-            copy = _new(Value, (name, stage, microbatch, slice_index, port, place))
+            copy = _new(Value, (name, stage, microbatch, slice_index, port, location))
             yield _new(Op, ("GATHER", stage, None, None, rank, reads, (copy,), (), options))
-            place = f"@{rank}.{copy_number}"
+            location = f"@{rank}.{copy_number}"
 
     def gather_before_uses(
         self,

@@ -292,10 +292,10 @@ def check_optimizer_state(update: UpdateSettings, params: Sequence[Any], opt: An
                     f"{rule_of(update.rule, settings)[0]} keeps "
                     f"{', '.join(shape_by_name) or 'nothing'}, {_REMEDY}."
                 )
-            for word, shape in shape_by_name.items():
-                if tuple(state[word].shape) != shape:
-                    actual = f"{[*state[word].shape]}, and is of shape {[*shape]}"
-                    raise ValueError(f"opt of stage {number} has {word} of {name} in shape {actual}, {_REMEDY}.")
+            for state_name, shape in shape_by_name.items():
+                if tuple(state[state_name].shape) != shape:
+                    actual = f"{[*state[state_name].shape]}, and is of shape {[*shape]}"
+                    raise ValueError(f"opt of stage {number} has {state_name} of {name} in shape {actual}, {_REMEDY}.")
 
 
 _REMEDY = "as fpipe.optimizer_state(program, params) makes it"

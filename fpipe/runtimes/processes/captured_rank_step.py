@@ -58,9 +58,9 @@ class CapturedRankStep(CapturedStep, RankStep):
         # Messages are waited for in RECVs, and at the end; collectives in whatever reads their results.
         has_collectives = self.replicas is not None or self.lowered.is_collective or bool(self.exchange_lines)
         is_waiting = [has_collectives or op.kind not in _COMPUTING or op is ops[-1] for op in ops]
-        places = [(f"in its {op.cell}, ", waits) for op, waits in zip(ops, is_waiting, strict=True)]
+        descriptions = [(f"in its {op.cell}, ", waits) for op, waits in zip(ops, is_waiting, strict=True)]
         # A view of numpy, since an op of torch would be work of the watchdog's thread.
-        find_place = partial(_place_of, places, self._reached_number.numpy())
+        find_place = partial(_place_of, descriptions, self._reached_number.numpy())
         self._replay_wait = PeerWait(
             peers, "did not come to the end of the step", "in the graph of", False, 0.0, self.group, find_place
         )
@@ -122,8 +122,8 @@ def _mark_instruction(
     return run_marked
 
 
-def _place_of(places: Sequence[tuple[str, bool]], reached_number: Any) -> tuple[str, bool]:
-    return places[int(reached_number)]
+def _place_of(descriptions: Sequence[tuple[str, bool]], reached_number: Any) -> tuple[str, bool]:
+    return descriptions[int(reached_number)]
 
 
 class _ReplayWork:

@@ -112,13 +112,13 @@ class Voters:
         claims_by_member: list[Any] = [None] * self._group.size()
         self._watchdog.wait = self._wait
         dist.all_gather_object(claims_by_member, dict(update_claims), group=self._group)
-        word = self._member_word
+        member_word = self._member_word
         for member, member_claims in enumerate(claims_by_member):
             for name, expected in claims_by_member[0].items():
                 if (number := member_claims.get(name)) != expected:
                     raise ValueError(
-                        f"{word} {member} differs from {word} 0 in its {name}: {number} instead of {expected}. All "
-                        "pass the same in each step."
+                        f"{member_word} {member} differs from {member_word} 0 in its {name}: {number} instead of "
+                        f"{expected}. All pass the same in each step."
                     )
         raise ValueError(f"the {self._member_word}s have different numbers for their update.")
 
