@@ -304,7 +304,8 @@ if not TYPE_CHECKING:
         """Import a lazy name, or a folder, at its first use."""
         if name in _MODULE_BY_NAME:
             attribute = getattr(importlib.import_module(f"fpipe.{_MODULE_BY_NAME[name]}"), name)
-            attribute = _limits.checked(attribute) if isinstance(attribute, FunctionType) else attribute
+            is_open = isinstance(attribute, FunctionType) and attribute.__module__ != __name__
+            attribute = _limits.checked(attribute) if is_open else attribute
         elif name in _folders():
             attribute = importlib.import_module(f"fpipe.{name}")
         else:

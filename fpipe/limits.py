@@ -103,10 +103,13 @@ def check_public_functions(names: dict[str, Any]) -> None:
     names.update({name: checked(f, package) for name, f in functions.items() if f.__module__ != package})
 
 
-def checked(function: Callable[P, R], package: str = "fpipe") -> Callable[P, R]:
+def checked(
+    function: Callable[P, R], package: str = "fpipe", report: Callable[[Exception, Any, Any], None] | None = None
+) -> Callable[P, R]:
     """Return a public function that refuses, by name, an argument that its annotation does not allow.
 
     Inside, functions trust their arguments. Annotations are read at the first call, so that an import costs nothing.
+    `report` is called with the error, the arguments by position and those by name before the error is raised.
 
     >>> checked(check_whole_number)("ranks", 2, maximun=3)
     Traceback (most recent call last):
@@ -115,7 +118,12 @@ def checked(function: Callable[P, R], package: str = "fpipe") -> Callable[P, R]:
 
     @wraps(function)
     def door(*args: P.args, **kwargs: P.kwargs) -> R:
-        _parameters_of(function).check(args, kwargs)
+        try:
+            _parameters_of(function).check(args, kwargs)
+        except ArgumentError as error:
+            if report is not None:
+                report(error, args, kwargs)
+            raise
         return function(*args, **kwargs)
 
     # pickle looks a function up by module and name, and takes it only if it finds the same object.

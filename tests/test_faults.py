@@ -81,6 +81,30 @@ def test_arguments_that_one_rank_refuses_end_the_run_on_all(trio: Processes, arg
         assert next_message.startswith(f"{RUN_IS_OVER}rank {culprit} failed outside of its ops: ")
 
 
+def refuse_build(rank: int, culprit: int, options: dict[str, Any]) -> tuple[str, bool]:
+    """Return the error of a build in which the culprit passes a wrong option, and whether the error came soon."""
+    program, model, *example = trouble_program()
+    options = {"runtime": "distributed", "example": tuple(example), **(options if rank == culprit else {})}
+    return timed_error(lambda: fpipe.build(program, model, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"record": "yes"}, "record is True or False; found 'yes'"),
+        ({"timeout": "5"}, "timeout is a number; found '5'"),
+        ({"recrod": True}, "build() has no argument recrod; did you mean record?"),
+    ],
+)
+def test_a_wrong_option_of_build_on_one_rank_ends_the_run_on_all(trio: Processes, options: Any, message: str):
+    """All ranks once waited for the timeout, as the check of arguments came before the ranks met."""
+    culprit = 1
+    for rank, (outcome, is_soon) in enumerate(trio.run(refuse_build, culprit, options)):
+        assert is_soon
+        assert message in outcome
+        assert outcome.startswith(f"RankError: rank {culprit} failed") == (rank != culprit)
+
+
 def end_run_between_steps(rank: int) -> list[str]:
     """Return the errors of two steps after a fault that ended the run as the last wait of a step was over."""
     program, _, step, params = build_three_stages()

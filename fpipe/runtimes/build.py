@@ -6,13 +6,13 @@ work on a torch that is built without torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-from fpipe.limits import argument_error, is_transform
+from fpipe.limits import argument_error, checked, is_allowed, is_transform
 from fpipe.meaning.devices import check_devices
 from fpipe.meaning.inputs_and_results import check_example, check_match, refuse_meta_constants
 from fpipe.meaning.optimizers.optimizer_state import find_update
@@ -34,6 +34,23 @@ if TYPE_CHECKING:
     from fpipe.runtimes.processes.distributed import CheckBatch
 
 
+def _report_refusal(error: Exception, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Tell all ranks that `build` refuses the arguments of this rank, for which they are about to wait."""
+    program, model, *_ = (*args, None, None)
+    if options.get("runtime") != "distributed" or not isinstance(program, Program) or not isinstance(model, Model):
+        return
+    from fpipe.runtimes.processes.distributed import ProcessOptions, build_rank_step
+
+    def refuse() -> Any:
+        raise error
+
+    timeout = options.get("timeout")
+    timeout = timeout if timeout is not None and is_allowed(timeout, float) and timeout > 0 else None
+    process_options = ProcessOptions(options.get("mesh"), None, timeout, broadcast=False, check_batch="never")
+    build_rank_step(program, model, refuse, StepOptions(), process_options)
+
+
+@partial(checked, report=_report_refusal)
 def build(
     program: Program | ProgramOfCount,
     model: Model,
