@@ -58,7 +58,8 @@ def test_a_compiled_step_gives_gradients_and_statistics_of_autograd_to_rounding(
     model, params, state = fpipe.from_sequential(net, sizes=[3, 1], loss=MSE)
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
     result = fpipe.build(program, model, compile=True, runtime="threads")(params, ROWS, state=state)
-    assert re.fullmatch(r"fpipe compiled 6 graphs in \d+\.\d s\n", capsys.readouterr().err)
+    # A torch built for CUDA adds a line where there is no GPU.
+    assert re.search(r"^fpipe compiled 6 graphs in \d+\.\d s\n\Z", capsys.readouterr().err, re.MULTILINE)
     assert is_close(result, fpipe.reference(model, params, ROWS, microbatches=2, state=state))
     local_result = fpipe.build(program, model, compile=True)(params, ROWS, state=state)
     assert capsys.readouterr().err == ""  # what is compiled is compiled

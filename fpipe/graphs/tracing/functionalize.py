@@ -105,7 +105,7 @@ _ARITHMETIC = (
 
 def _ignores_strides(user: fx.Node, copy: fx.Node, source: Any) -> bool:
     """Whether an op gives the same bits and strides if it reads the source of a copy instead."""
-    if user.target is _aten.detach.default:
+    if user.target in (_aten.detach.default, _aten.alias.default):  # torch 2.15 traces a detach as an alias
         return all(_ignores_strides(reader, user, source) for reader in user.users)
     if user.target not in _ARITHMETIC:
         return False
