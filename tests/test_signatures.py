@@ -76,13 +76,15 @@ def deterministic():
 
 @contextmanager
 def rounding():
-    precision = torch.backends.mkldnn.matmul.fp32_precision
+    backends = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+    precisions = [backend.fp32_precision for backend in backends]
     torch.set_float32_matmul_precision("medium")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision("highest")
-        torch.backends.mkldnn.matmul.fp32_precision = precision
+        for backend, precision in zip(backends, precisions, strict=True):
+            backend.fp32_precision = precision
 
 
 @contextmanager
