@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpipe.oracle.recorded_calls import Call, RecordedCalls, input_hashes, module_call
+from fpipe.oracle.recorded_choice import RecordedChoice
 from fpipe.oracle.recorded_step import RecordedStep
 from fpipe.oracle.run_report import eps_of
-from fpipe.recording.record_files import as_spec, from_spec, hashes_of, is_plain
+from fpipe.recording.choice_watch import ChoiceWatch
+from fpipe.recording.record_files import as_spec, from_spec
 from fpipe.verification.report import PrecisionWatch
-
-Call = dict[str, Any]
 
 
 class OtherCalls(ValueError):
@@ -46,6 +47,7 @@ class CallResult:
         child_grads: the gradient of each output of each child; None where none flows.
         input_grads: the gradient of each input.
         param_grads: the gradient of each parameter of the module, by its name in the net.
+        choices: the top-k of the call's own code, in order.
         readers: for each child, the places that its outputs reach without passing another: other children, or -1 for
             the call's own outputs.
         eps: the machine epsilon of the coarsest result.
@@ -57,6 +59,7 @@ class CallResult:
     child_grads: dict[int, list[Tensor | None]] = field(default_factory=dict[int, list[Tensor | None]])
     input_grads: list[Tensor | None] = field(default_factory=list[Tensor | None])
     param_grads: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    choices: list[RecordedChoice] = field(default_factory=list[RecordedChoice])
     readers: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     eps: float = 0.0
     has_grads: bool = True
@@ -69,6 +72,7 @@ class CallResult:
             **{f"child {child} {i}": x for child, xs in self.child_grads.items() for i, x in enumerate(xs)},
             **{f"input {i}": x for i, x in enumerate(self.input_grads)},
             **{f"param {name}": x for name, x in self.param_grads.items()},
+            **{f"scores {i}": choice.scores for i, choice in enumerate(self.choices)},
         }
         return {name: tensor for name, tensor in rows.items() if tensor is not None}
 
@@ -82,26 +86,12 @@ class CallReplay:
     """
 
     def __init__(self, net: nn.Module, rank: RecordedStep, microbatch: int) -> None:
-        self._partial_modules = rank.partial_modules(net)
-        calls: list[Call] = rank.header["microbatches"][microbatch]["calls"]
-        self._net, self._record, self._calls, self._moment = net, rank.record, calls, (rank.step, microbatch)
+        self._net, self._record, self._moment = net, rank.record, (rank.step, microbatch)
+        self._calls = RecordedCalls(net, rank, microbatch)
+        self.roots, self.is_whole = self._calls.roots, self._calls.are_whole
         self._modules = dict(net.named_modules())
         self._name_by_param = {param: name for name, param in net.named_parameters()}
-        # An output that cannot be built again is judged, but has no stub in its parent.
-        self._is_judged = [self._can_judge(call) for call in calls]
-        self._has_stub = [ok and is_plain(calls[i]["output"]) for i, ok in enumerate(self._is_judged)]
-        # A pipeline may run its stages once more without a backward, to learn their shapes.
-        self.roots = sum(call["parent"] is None and any(call["grads"].values()) for call in calls)
         self._results = dict[int, CallResult]()
-        self.is_whole = all(
-            any(self._is_judged[ancestor] for ancestor in self._calls_around(number))
-            # The root of a pipeline's stage only calls its layers.
-            or not [*self._modules.get(call["module"], net).parameters(recurse=False)]
-            for number, call in enumerate(calls)
-        )
-        # A module without hooks is replayed as a part of one around it, which a pipeline's stage may not have.
-        judged_modules = {call["module"] for call, is_judged in zip(calls, self._is_judged, strict=True) if is_judged}
-        self.is_whole &= all(judged_modules.intersection(_modules_around(name)) for name in rank.before)
 
     def module_of(self, number: int) -> nn.Module:
         """Return the reference's module of a call."""
@@ -136,7 +126,7 @@ class CallReplay:
 
         inner_call = module_call(call)
         args, kwargs = (from_spec(inner_call[key], lambda name: leaf_of(name, leaves)) for key in ("args", "kwargs"))
-        children = [i for i in range(number + 1, len(self._calls)) if self._has_stub[i] and self._parent(i) == number]
+        children = self._calls.children_of(number)
         result = CallResult([])
 
         def run_stub(child: int, args: Any, kwargs: Any) -> Any:
@@ -146,14 +136,29 @@ class CallReplay:
             outputs = outputs_by_child[child] = list[Tensor]()
             return from_spec(self._calls[child]["output"], lambda name: leaf_of(name, outputs))
 
+        recorded_choices = [self._record.tensor(indices) for indices in self._calls.choices_in(number)]
+
+        def choose(scores: Tensor, indices: Tensor, dim: int) -> Tensor:
+            if not recorded_choices:
+                return indices
+            recorded = recorded_choices.pop(0)
+            if recorded.shape != indices.shape:
+                raise OtherCalls(f"its top-k has the shape {[*recorded.shape]}, not {[*indices.shape]}")
+            result.choices.append(RecordedChoice(scores.detach(), recorded, indices, dim))
+            return recorded
+
         params = {name: param for name, param in self._named_params(call["module"]).items() if param.requires_grad}
         with self._environment(call), _lent_params(params, call["param_dtype"], moved), PrecisionWatch() as precision:
-            with self._stubs(children, run_stub), change(module) if change else nullcontext():
+            changed = change(module) if change else nullcontext()
+            with self._stubs(children, run_stub), changed, ChoiceWatch(choose):
                 result.outputs = _tensors_in(module(*args, **kwargs))
             try:
                 self._differentiate(number, result, leaves, outputs_by_child, params, moved, finds_readers)
             except UnknownPart:
-                result.has_grads = self.is_whole = False
+                result.has_grads = False
+                # Gradients of the children's parameters follow from the recorded ones of their outputs.
+                stubbed = tuple(f"{self._calls[child]['module']}." for child in children)
+                self.is_whole &= all(name.startswith(stubbed) for name in params)
         result.eps = max(precision.eps, eps_of(*result.outputs))
         return result
 
@@ -170,8 +175,7 @@ class CallReplay:
         """Run the backward of a call from the gradients of its outputs and of its children's inputs."""
         roots = [*zip(result.outputs, self._recorded_grads(module_call(self._calls[number])), strict=False)]
         for child, inputs in result.child_inputs.items():
-            if child in self._results:
-                roots += zip(inputs, self._outer_input_grads(child), strict=False)
+            roots += zip(inputs, self._outer_input_grads(child), strict=False)
         pairs = [
             (root, moved(grad) if moved else grad)
             for root, grad in roots
@@ -203,30 +207,6 @@ class CallReplay:
         for tensors in (result.outputs, *result.child_inputs.values()):
             tensors[:] = [tensor.detach() for tensor in tensors]
 
-    def _can_judge(self, call: Call) -> bool:
-        # A generator of another device draws other numbers than this one.
-        is_known = (
-            call["module"] in self._modules
-            and call["module"] not in self._partial_modules
-            and not call["draws_on_device"]
-        )
-        return is_known and is_plain(module_call(call)["args"]) and is_plain(module_call(call)["kwargs"])
-
-    def _calls_around(self, number: int | None) -> list[int]:
-        """Return a call and all calls around it, from the inside."""
-        line = list[int]()
-        while number is not None:
-            line.append(number)
-            number = self._calls[number]["parent"]
-        return line
-
-    def _parent(self, number: int) -> int | None:
-        """Return the nearest judged call around a call that no stub hides from it."""
-        for ancestor in self._calls_around(number)[1:]:
-            if self._is_judged[ancestor]:
-                return ancestor
-        return None
-
     def _outer_input_grads(self, child: int) -> list[Tensor | None]:
         """Return the gradients of a child's inputs as its parent hands them: of a whole DTensor a part.
 
@@ -234,9 +214,10 @@ class CallReplay:
             UnknownPart: the parent's tensor is no part of the whole, or one of several equal parts; or the child's
                 gradients are not known.
         """
-        call, grads = self._calls[child], self._results[child].input_grads
-        if not self._results[child].has_grads:
+        call, result = self._calls[child], self._results.get(child)
+        if result is None or not result.has_grads:
             raise UnknownPart
+        grads = result.input_grads
         if "inner" not in call:
             return grads
         inputs = [[self._record.tensor(name) for name in input_hashes(part)] for part in (call, call["inner"])]
@@ -298,26 +279,6 @@ class CallReplay:
         unused = next((name for name, numbers in numbers_by_module.items() if numbers), None)
         if unused is not None:
             raise OtherCalls(f"it calls {unused} more often than the reference")
-
-
-def module_call(call: Call) -> Call:
-    """Return a call as its module sees it, inside of hooks that turn parts into DTensors and back."""
-    return call.get("inner", call)
-
-
-def _modules_around(param: str) -> list[str]:
-    """Return the names of the modules that have a parameter, from the outside.
-
-    >>> _modules_around("blocks.0.weight")
-    ['', 'blocks', 'blocks.0']
-    """
-    names = param.split(".")[:-1]
-    return [".".join(names[:depth]) for depth in range(len(names) + 1)]
-
-
-def input_hashes(call: Call) -> list[str]:
-    """Return the hashes of the tensors that a call takes, by position and then by keyword."""
-    return [*hashes_of(call["args"]), *hashes_of(call["kwargs"])]
 
 
 def _region_of(part: Tensor, whole_tensor: Tensor) -> tuple[int, int, int]:

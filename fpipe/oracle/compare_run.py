@@ -19,14 +19,13 @@ from fpipe.oracle.recorded_step import RecordedStep, ReferenceNames
 from fpipe.oracle.run_clip import judge_clip, judge_norm
 from fpipe.oracle.run_phases import (
     add_fault,
-    judge_accumulation,
     judge_batch,
-    judge_reduction,
     judge_replicas,
     judge_start,
     note_equal_draws,
 )
 from fpipe.oracle.run_report import Findings, RunReport, report_of
+from fpipe.oracle.run_sums import judge_accumulation, judge_reduction
 from fpipe.oracle.run_update import judge_update
 from fpipe.recording.record_files import from_spec, hashes_of, is_plain, read_record
 
@@ -92,10 +91,14 @@ def judge_step(
     findings: Findings,
 ) -> None:
     """Judge one step of all ranks, phase after phase."""
+    # A stage of a pipeline has no loss, or that of the others too.
+    whole_ranks = [rank for rank in ranks if "" not in rank.partial_modules(net)]
+    losses = max(1, len(whole_ranks))
     if any(rank.is_digest for rank in ranks):
         findings.notes["Batch, forward, loss, backward, accumulation and update are not judged: it is a digest."] = None
-        for judge in (judge_reduction, judge_norm, judge_replicas):
-            judge(ranks, findings)
+        judge_reduction(ranks, losses, findings)
+        judge_norm(ranks, findings)
+        judge_replicas(ranks, findings)
         for rank in ranks:
             judge_clip(rank, ranks, None, findings)
         return
@@ -109,11 +112,10 @@ def judge_step(
             replay = MicrobatchReplay(net, rank, k)
             replay.run(findings)
             replays[-1].append(replay)
-    for rank in ranks:
-        if "" not in rank.partial_modules(net):
-            _judge_loss(rank, loss, findings)
+    for rank in whole_ranks:
+        _judge_loss(rank, loss, findings)
     judge_accumulation(ranks, replays, findings)
-    judge_reduction(ranks, findings)
+    judge_reduction(ranks, losses, findings)
     judge_norm(ranks, findings)
     for number, rank in enumerate(ranks):
         former_rank = None if former is None else former[number]

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fpipe.oracle.call_replay import CallReplay, CallResult, OtherCalls, input_hashes, module_call
+from fpipe.oracle.call_replay import CallReplay, CallResult, OtherCalls
 from fpipe.oracle.explain_call import explain_gradient, explain_output, find_mistake
+from fpipe.oracle.recorded_calls import input_hashes, module_call
 from fpipe.oracle.recorded_step import RecordedStep
-from fpipe.oracle.run_report import PHASES, Fault, Findings, noises, rounding_limit
+from fpipe.oracle.run_report import PHASES, Fault, Findings, noises, rounding_limit, rounding_shift
 from fpipe.recording.record_files import hashes_of
 
 
@@ -36,11 +37,12 @@ class MicrobatchReplay(CallReplay):
         """Replay all calls and add the faults of forward and backward to the findings."""
         for number in reversed(range(len(self._calls))):
             call = self._calls[number]
-            if not self._is_judged[number]:
-                if call["module"] in self._modules and call["module"] not in self._partial_modules:
-                    findings.notes[
-                        f"{call['module'] or 'The net'} is not judged: it takes or draws what no file keeps."
-                    ] = None
+            if not self._calls.is_judged[number]:
+                is_partial = call["module"] in self._calls.partial_modules
+                reason = "a rank has some of its parts" if is_partial else "it takes or draws what no file keeps"
+                # The rest of a pipeline is judged on other ranks.
+                if call["module"] in self._modules and not (is_partial and call["parent"] is None):
+                    findings.notes[f"{call['module'] or 'The net'} is not judged: {reason}."] = None
                 continue
             try:
                 result = self._results[number] = self.replay(number)
@@ -50,14 +52,15 @@ class MicrobatchReplay(CallReplay):
                 continue
             self._judge_call(number, result, findings)
             # A call without a stub is repeated by the judged call around it, with all that is inside: it counts there.
-            judged_calls = [i for i in self._calls_around(number) if self._is_judged[i]]
-            if all(self._has_stub[i] for i in judged_calls[:-1]):
+            if all(self._calls.has_stub[i] for i in self._calls.judged_around(number)[:-1]):
                 self._add_param_grads(number, result)
 
     def _judge_call(self, number: int, result: CallResult, findings: Findings) -> None:
         """Compare the tensors of a replayed call with the recorded ones."""
         call, limits = self._calls[number], _Limits(self, number, result)
         label = f"step {self._moment[0]}: {call['module'] or 'the net'}"
+        for i in range(len(result.choices)):
+            self._judge_choice(number, i, limits, findings)
         # 1. Forward: the call's outputs, and what it hands to its children.
         recorded = [self._record.tensor(name) for name in hashes_of(module_call(call)["output"])]
         if len(recorded) != len(result.outputs):
@@ -97,6 +100,20 @@ class MicrobatchReplay(CallReplay):
             for i, (actual, expected) in enumerate(zip(self._recorded_grads(self._calls[child]), grads, strict=False)):
                 self._judge_child_grad(number, child, i, actual, expected, limits, findings)
 
+    def _judge_choice(self, number: int, index: int, limits: _Limits, findings: Findings) -> None:
+        """Check that a top-k took the largest scores, or scores that rounding makes the largest."""
+        call, choice = self._calls[number], limits.result.choices[index]
+        differing = choice.differing_rows()
+        if not differing:
+            return
+        shortfalls, rows = choice.shortfalls(), choice.recorded.numel() // choice.recorded.shape[choice.dim]
+        subject = call["module"] or "The net"
+        if float(shortfalls.max()) <= limits.largest_shift(f"scores {index}"):
+            findings.notes[f"{subject}: in {differing} of {rows} rows its top-k differs, within rounding."] = None
+            return
+        mistake = f"in {differing} of {rows} rows its top-k does not take the largest scores"
+        findings.faults.append(self._fault(call["module"], "forward", mistake, call["start"]))
+
     def _judge_child_grad(
         self,
         number: int,
@@ -129,7 +146,7 @@ class MicrobatchReplay(CallReplay):
         limits = _Limits(self, number, result)
         # Two sums, and not a difference: torch runs the trial on uninitialized memory, whose gradients may be NaN.
         sums = [(self.param_grads, self.limits)]
-        if self.roots > 1 and self._calls_around(number)[-1] != 0:
+        if self._calls.roots > 1 and self._calls.calls_around(number)[-1] != 0:
             sums.append((self.later_grads, self.later_limits))
         # A module that is called several times adds up the gradients of its calls.
         for name, grad in result.param_grads.items():
@@ -147,21 +164,26 @@ class _Limits:
     """How far rounding may take each tensor of a call: computed at the first question, by three replays with noise."""
 
     def __init__(self, replay: MicrobatchReplay, number: int, result: CallResult) -> None:
-        self._replay, self._number, self._result = replay, number, result
+        self._replay, self._number, self.result = replay, number, result
         self._moved: list[dict[str, Tensor]] | None = None
 
     def limit_of(self, name: str) -> Callable[[], float]:
         """Return a function that computes the limit of a tensor, by its name in `named_tensors`."""
 
         def limit() -> float:
-            if self._moved is None:
-                moved = (self._replay.replay(self._number, noise) for noise in noises(self._result.eps))
-                self._moved = [result.named_tensors() for result in moved]
-            expected = self._result.named_tensors().get(name)
-            if expected is None:
-                return 0.0
-            return rounding_limit(
-                expected, [tensors[name] for tensors in self._moved if name in tensors], self._result.eps
-            )
+            expected, moved = self._moved_tensors(name)
+            return 0.0 if expected is None else rounding_limit(expected, moved, self.result.eps)
 
         return limit
+
+    def largest_shift(self, name: str) -> float:
+        """Return how far rounding may take a number of a tensor."""
+        expected, moved = self._moved_tensors(name)
+        return 0.0 if expected is None else rounding_shift(expected, moved, self.result.eps)
+
+    def _moved_tensors(self, name: str) -> tuple[Tensor | None, list[Tensor]]:
+        """Return a tensor of the result, and the same tensor under three noises."""
+        if self._moved is None:
+            moved = (self._replay.replay(self._number, noise) for noise in noises(self.result.eps))
+            self._moved = [result.named_tensors() for result in moved]
+        return self.result.named_tensors().get(name), [x[name] for x in self._moved if name in x]

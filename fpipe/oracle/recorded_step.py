@@ -36,6 +36,7 @@ class RecordedStep:
     Attributes:
         header: the description in the file.
         unjudged: the parameters of which this rank has a part that the reference cannot place.
+        summed_names: the parameters whose gradients the backward adds up over the ranks.
     """
 
     def __init__(self, record: RankRecord, step: int, names: ReferenceNames, has_norms: bool = False) -> None:
@@ -43,7 +44,7 @@ class RecordedStep:
         self.header: dict[str, Any] = record.steps[step]
         # A digest has sums, by which linear equations can be checked, and behind them a norm.
         self._digest_part = slice(DIGEST_SUMS, None) if has_norms else slice(0, DIGEST_SUMS)
-        self.unjudged: set[str] = set()
+        self.unjudged, self.summed_names = set[str](), set[str]()
         self.before = self.tensors("before")
 
     @property
@@ -94,12 +95,16 @@ class RecordedStep:
         """Return the names of modules that this rank has without all of their parts, as of a pipeline's stage."""
         fused = {target.rpartition(".")[0] for targets in self.header["fused"].values() for target in targets}
         present = self.header["modes"].keys() | fused
-        return {
-            name
-            for name, module in net.named_modules()
-            if name not in self.header["unseen"]
-            and any((f"{name}.{key}" if name else key) not in present for key, _ in module.named_children())
-        }
+        partial = set[str]()
+        # Children before parents: a list of layers is no call, so the module around it lacks what the list lacks.
+        for name, module in reversed([*net.named_modules()]):
+            children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
+            if name not in self.header["unseen"] and any(
+                child_name not in present or (child_name in partial and type(child).forward is nn.Module.forward)
+                for child_name, child in children.items()
+            ):
+                partial.add(name)
+        return partial
 
     def microbatch_grads(self) -> list[dict[str, Tensor]]:
         """Return the gradients after each microbatch."""

@@ -143,6 +143,18 @@ def rounding_limit(expected: Tensor, moved: Sequence[Tensor], eps: float) -> flo
     return _SPREADS * spread + _EPSILONS * eps * float(finite.norm())
 
 
+def rounding_shift(expected: Tensor, moved: Sequence[Tensor], eps: float) -> float:
+    """Return how far rounding may take a single number of a tensor, by how far noise has moved the numbers.
+
+    >>> rounding_shift(torch.tensor([1.0, 4.0]), [torch.tensor([1.5, 4.0])], eps=0.25)
+    4.0
+    """
+    # Masked scores are infinite, and stay so.
+    shifts = (float((to_double(x) - to_double(expected)).nan_to_num(0.0).abs().max()) for x in moved)
+    largest = float(to_double(expected).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return _SPREADS * max(shifts, default=0.0) + _EPSILONS * eps * largest
+
+
 def eps_of(*tensors: Tensor) -> float:
     """Return the coarsest machine epsilon of the floating tensors among these.
 

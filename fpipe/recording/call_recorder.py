@@ -28,11 +28,13 @@ class CallRecorder:
     Attributes:
         modules: the recorded modules by name.
         calls: the calls of the microbatch so far, a parent before its children.
+        choices: what each top-k of the microbatch took, with the number of its call.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], writer: TensorWriter) -> None:
         self.modules, self.writer = modules, writer
         self.calls: list[dict[str, Any]] | None = None
+        self.choices = list[dict[str, Any]]()
         self._open_calls = list[int]()
         # The inputs that parents hand to the open calls, and the outputs that their modules return.
         self._open_values = list[Any]()
@@ -52,7 +54,7 @@ class CallRecorder:
     def start(self) -> None:
         """Record calls from here on."""
         self.calls, self._open_calls, self._clock, self._returned = [], [], 0, {}
-        self._open_values = []
+        self.choices, self._open_values = [], []
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the calls since `start`, and record no more."""
@@ -69,6 +71,12 @@ class CallRecorder:
         # All ranks of its mesh are at the same call, so all of them take part in the collective.
         whole_tensor: Any = tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
         return self.writer.add(whole_tensor)
+
+    def record_choice(self, scores: Tensor, indices: Tensor, dim: int) -> Tensor:
+        """Record the indices of a top-k in an open call, and return them."""
+        if self._open_calls and not is_in_backward():
+            self.choices.append({"call": self._open_calls[-1], "indices": self.hash_of(indices)})
+        return indices
 
     def _pre_hook(self, name: str) -> Any:
         def record_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fpipe.models.parameters.sources import SafetensorsFile
 
-VERSION = 1
+VERSION = 2
 Spec = Any
 """A value in JSON: {"tensor": hash}, {"value": 0.5}, {"list": [..]}, {"tuple": [..]}, {"dict": {..}}, {"other": type}.
 """

@@ -6,7 +6,7 @@ with record_run("run/", net=net, optimizer=opt) as record: <the loop>        -->
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fpipe.limits import check_whole_number
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.recording.call_recorder import CallRecorder
 from fpipe.recording.canonical_names import CanonicalNames, Names
+from fpipe.recording.choice_watch import ChoiceWatch
 from fpipe.recording.record_files import TensorWriter, as_spec
 
 
@@ -96,10 +97,13 @@ class RunRecorder:
             return
         spec = as_spec(batch, self._calls.hash_of)
         self._calls.start()
-        yield
+        with ChoiceWatch(self._calls.record_choice) if self._calls.modules else nullcontext():
+            yield
         # Last of all, since hooks on the outputs have run in the backward only.
-        calls = self._calls.finish()
-        self._header["microbatches"].append({"batch": spec, "calls": calls, "grads": self._hash_grads()})
+        calls, choices = self._calls.finish(), self._calls.choices
+        self._header["microbatches"].append(
+            {"batch": spec, "calls": calls, "choices": choices, "grads": self._hash_grads()}
+        )
 
     def reduced(self) -> None:
         """Record the gradients after their reduction over ranks."""
