@@ -27,7 +27,7 @@ def assert_same_bits(result: Result, loss: torch.Tensor, grads) -> bool:
     return True
 
 
-@max_examples(5)
+@max_examples(3)
 @given(plans(), SEED)
 def test_gradients_do_not_depend_on_the_plan(plan: DrawnProgram, seed: int):
     """Without merge() a step returns each microbatch's gradients, which add up to the merged ones in their order."""
@@ -51,7 +51,7 @@ def replicated(draw: st.DrawFn) -> tuple[Net, int, tuple[tuple[str, ...], ...]]:
     return net, m, draw(legal_tables(split, replicas=True))
 
 
-@max_examples(4)
+@max_examples(2)
 @given(replicated(), st.sampled_from(["never", "except_last", "always"]), SEED)
 def test_gradients_do_not_depend_on_where_replicas_are(
     drawn: tuple[Net, int, tuple[tuple[str, ...], ...]], policy, seed: int

@@ -51,7 +51,7 @@ def compare_with_instructions(rank: int, run: Run) -> list[str]:
 
 
 # The fake device has no convolutions.
-@max_examples(8)
+@max_examples(4)
 @drawn(run=runs(nets().filter(lambda net: "conv" not in net.bodies)))
 def test_a_graph_has_the_bits_of_its_instructions(processes: Processes, run: Run):
     assert processes.run(compare_with_instructions, run) == [[]]

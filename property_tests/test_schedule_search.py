@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@max_examples(15)
+@max_examples(6)
 @given(case=cases())
 @short_searches
 def test_a_searched_order_is_legal_complete_and_under_the_cap(case: dict[str, Any]):
@@ -94,7 +94,7 @@ def by_microbatch(op: Op, state: RankState) -> tuple[int, int]:
     return op.microbatch or 0, "WIF".index(op.kind)
 
 
-@max_examples(8)
+@max_examples(4)
 @given(case=cases(), factor=scales, objective=st.sampled_from(["makespan", "span"]))
 @short_searches
 def test_the_unit_of_costs_changes_no_schedule(case: dict[str, Any], factor: float, objective: Any):
@@ -137,7 +137,7 @@ def searches(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=200 if DEEP else 2)
+@settings(max_examples=200 if DEEP else 1)
 @given(case=searches())
 def test_a_search_beats_named_schedules_keeps_its_cap_and_round_trips(case: dict[str, Any]):
     """Beyond four microbatches a rank, it searches and repeats a shorter step. One seed gives one result."""

@@ -443,6 +443,7 @@ NET_DIFFERENCES = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("is_on_meta", [False, True])
 @pytest.mark.parametrize("kind", NET_DIFFERENCES)
 def test_each_rank_compares_the_ops_that_the_python_of_a_cut_net_calls(pair: Processes, kind: str, is_on_meta: bool):

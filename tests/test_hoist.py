@@ -123,6 +123,7 @@ class CastCounter(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layer", [name for name in LAYERS if name not in ("masked", "tied")])
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "checkpointed"])
@@ -241,6 +242,7 @@ def test_each_version_of_the_parameters_is_cast_once(runtime: Any, donate: bool)
         assert differences(net, optimizer, result) == []
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("hoist", [True, False])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])

@@ -62,6 +62,7 @@ NAME_BY_CASE = {"exchange": "ep {}: rank {}", "sums": "replica {}: rank {}", "sh
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
+@pytest.mark.crossed
 @pytest.mark.parametrize("case", NAME_BY_CASE)
 @pytest.mark.parametrize("trouble_kind", ["absent", "hangs", "killed"])
 def test_every_rank_names_the_rank_that_is_missing(case: str, trouble_kind: str):

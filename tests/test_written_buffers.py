@@ -156,19 +156,19 @@ def cut_case(name: str) -> tuple[nn.Sequential, nn.Module, Tensor, Any]:
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", NETS)
-def test_state_equals_the_unsplit_modules_for_every_plan(name: str, trace: bool):
+def test_state_equals_the_unsplit_modules_for_every_plan(name: str, plan: str, trace: bool):
     initial_buffers = {name: buffer.clone() for name, buffer in NETS[name]().named_buffers()}
     net, expected_net, outputs, (model, params, state) = cut_case(name)
-    for plan in PLANS.values():
-        program = fpipe.chain(fpipe.split(4), *plan)(fpipe.program(model))
-        step = fpipe.build(program, model, trace=trace)
-        if trace:
-            step(params, ROWS, state=state)
-        result = step(params, ROWS, state=state)  # a warning is an error
-        assert state_by_name(result).keys() == initial_buffers.keys()
-        assert torch.equal(result.outputs, outputs)
-        assert_unsplit(model, result, expected_net)
+    program = fpipe.chain(fpipe.split(4), *PLANS[plan])(fpipe.program(model))
+    step = fpipe.build(program, model, trace=trace)
+    if trace:
+        step(params, ROWS, state=state)
+    result = step(params, ROWS, state=state)  # a warning is an error
+    assert state_by_name(result).keys() == initial_buffers.keys()
+    assert torch.equal(result.outputs, outputs)
+    assert_unsplit(model, result, expected_net)
     assert all(torch.equal(initial_buffers[name], buffer) for name, buffer in net.named_buffers())
 
 
@@ -301,6 +301,7 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize(("use", "reason"), USES.values(), ids=USES.keys())
 def test_written_buffers_are_found_by_running_an_example(use: Any, reason: str, trace: bool):

@@ -13,7 +13,7 @@ import re
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -94,9 +94,9 @@ def is_vague(name: str) -> bool:
     return bool(parts) and VAGUE_WORDS.issuperset(parts)
 
 
-def bound_names(tree: ast.AST) -> Iterator[str]:
+def bound_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Yield each name that a module binds: variables, parameters, functions and classes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.arg):
@@ -105,9 +105,9 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
             yield node.name
 
 
-def error_lengths(tree: ast.AST) -> Iterator[int]:
+def error_lengths(nodes: Sequence[ast.AST]) -> Iterator[int]:
     """Yield the number of words of each message that stands in a `raise`; a placeholder counts as one word."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
             continue
         message = node.exc.args[0]
@@ -120,18 +120,18 @@ def error_lengths(tree: ast.AST) -> Iterator[int]:
 def measure(file: Path) -> RoomWords:
     """Measure one file."""
     source = file.read_text()
-    tree = ast.parse(source)
-    docstrings = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, ast.Module | Definition))
+    nodes = [*ast.walk(ast.parse(source))]
+    docstrings = (ast.get_docstring(node) for node in nodes if isinstance(node, ast.Module | Definition))
     return RoomWords(
         source.count("\n"),
-        [name for name in bound_names(tree) if name not in ("self", "cls", "_") and name[:2] != "__"],
+        [name for name in bound_names(nodes) if name not in ("self", "cls", "_") and name[:2] != "__"],
         [docstring.partition("\n")[0] for docstring in docstrings if docstring],
         sum(
             token.line.lstrip().startswith("#") and TOOL_COMMENT.match(token.string) is None
             for token in tokenize.generate_tokens(io.StringIO(source).readline)
             if token.type == tokenize.COMMENT
         ),
-        [*error_lengths(tree)],
+        [*error_lengths(nodes)],
     )
 
 
