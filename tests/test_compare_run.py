@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Loop:
 
     def run(self, folder: Path) -> None:
         with fpipe.record_run(folder, net=self.net, optimizer=self.optimizer) as record:
+            self.reduced = record.reduced
             self.train(record.step, record.microbatch, record.clipped)
 
     def train(self, step: Any, microbatch: Any, clipped: Callable[[Any], None]) -> None:
@@ -95,7 +97,7 @@ def test_a_right_run_is_right(tmp_path: Path, dtype: torch.dtype):
     Loop(copy.deepcopy(net), dtype).run(tmp_path)
     report = fpipe.compare_run(net, tmp_path, loss=mse)
     assert (report.where, report.phase, report.mistake) == (None, None, None)
-    assert report.notes == ("The loss of a microbatch is 0.25 x the reference's.",)
+    assert report.notes == ()
     assert len(report.leaves) > 200
 
 
@@ -193,6 +195,11 @@ class Weighing(Loop):
         ((k + 1) * mse(self.net(x), t)).backward()
 
 
+class Undivided(Loop):
+    def backward(self, k: int, x: Tensor, t: Tensor) -> None:
+        mse(self.net(x), t).backward()
+
+
 class Detaching(Loop):
     def backward(self, k: int, x: Tensor, t: Tensor) -> None:
         former = {name: None if p.grad is None else p.grad.clone() for name, p in self.net.named_parameters()}
@@ -268,6 +275,7 @@ LOOP_MISTAKES: list[tuple[type[Loop], str, str, str]] = [
     (Dropping, "tensor 0 of the batch of rank 0", "batch", "2 of its 8 rows are in no microbatch"),
     (Mixing, "rank 0", "batch", "rows are combined with inputs, targets or masks of other rows"),
     (Weighing, "the loss", "loss", "the losses of the microbatches are 1, 2, 3, 4 x the reference's"),
+    (Undivided, "the loss", "loss", "the losses of 4 microbatches are summed, not averaged"),
     (Detaching, "0.weight", "accumulation", "microbatch 2 adds nothing"),
     (KeepingGradients, "3.weight", "accumulation", "gradients of the step before are still in it"),
     (ClippingEach, "the clip", "clip", "each by a factor of its own"),
@@ -318,7 +326,7 @@ def record_tokens(folder: Path, net: nn.Module, loss: Callable[..., Tensor] = to
     with fpipe.record_run(folder, net=net, **options) as record, record.step((ids, targets)):
         for pair in zip(ids.split(2), targets.split(2), strict=True):
             with record.microbatch(pair):
-                loss(net(pair[0]), pair[1]).backward()
+                (loss(net(pair[0]), pair[1]) / 2).backward()
 
 
 def test_mistakes_over_tokens_are_named(tmp_path: Path):
@@ -335,21 +343,98 @@ def test_mistakes_over_tokens_are_named(tmp_path: Path):
 
 
 def test_losses_may_weigh_microbatches_by_their_targets(tmp_path: Path):
-    record_tokens(tmp_path, Head(), lambda logits, ids: token_loss(logits, ids) * (ids >= 0).sum() / 16)
-    report = fpipe.compare_run(Head(), tmp_path, loss=token_loss)
-    assert report.notes == ("The loss of a microbatch is its share of the rows or targets times the reference's.",)
+    record_tokens(tmp_path, Head(), lambda logits, ids: token_loss(logits, ids) * (ids >= 0).sum() / 8)
+    assert fpipe.compare_run(Head(), tmp_path, loss=token_loss).notes == ()
+
+
+class DividingAtTheEnd(Undivided):
+    """Divides gradients by the number of microbatches, in the place of losses."""
+
+    def clip_grads(self) -> Tensor:
+        for param in self.net.parameters():
+            assert param.grad is not None
+            param.grad /= 4
+        self.reduced()
+        return super().clip_grads()
+
+
+class ScalingLosses(DividingAtTheEnd):
+    """Scales the loss against underflow, and unscales gradients before the clip."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def backward(self, k: int, x: Tensor, t: Tensor) -> None:
+        self.scaler.scale(mse(self.net(x), t) / 4).backward()
+
+    def clip_grads(self) -> Tensor:
+        self.scaler.unscale_(self.optimizer)
+        self.reduced()
+        return Loop.clip_grads(self)
+
+    def zero_grad(self) -> None:
+        self.scaler.update()
+        super().zero_grad()
+
+
+class AddingSums(Loop):
+    """Adds losses that are sums on purpose."""
+
+    def backward(self, k: int, x: Tensor, t: Tensor) -> None:
+        mse(self.net(x), t, reduction="sum").backward()
+
+
+@pytest.mark.parametrize("loop", [DividingAtTheEnd, ScalingLosses, AddingSums])
+def test_loops_that_add_losses_on_purpose_are_right(tmp_path: Path, loop: type[Loop]):
+    net, loss = make_net(), partial(mse, reduction="sum") if loop is AddingSums else mse
+    loop(copy.deepcopy(net)).run(tmp_path)
+    assert fpipe.compare_run(net, tmp_path, loss=loss).notes == ()
+
+
+class OwnLoss(nn.Module):
+    """A net that returns its loss."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.layer, self.reduction = nn.Linear(6, 3), reduction
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return mse(self.layer(x), t, reduction=self.reduction)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "divisor", "mistake"),
+    [("mean", 2, None), ("sum", 1, None), ("mean", 1, "the losses of 2 microbatches are summed, not averaged")],
+)
+def test_losses_that_a_net_computes_are_judged_by_the_batch(
+    tmp_path: Path, reduction: str, divisor: int, mistake: str | None
+):
+    torch.manual_seed(0)
+    net, x, t = OwnLoss(reduction), torch.randn(8, 6), torch.randn(8, 3)
+    with fpipe.record_run(tmp_path, net=net) as record, record.step((x, t)):
+        for pair in zip(x.split(4), t.split(4), strict=True):
+            with record.microbatch(pair):
+                (net(*pair) / divisor).backward()
+    if mistake is None:
+        assert fpipe.compare_run(net, tmp_path).notes == ()
+    else:
+        assert refusal(net, tmp_path).mistake == mistake
 
 
 def test_only_modules_of_a_pattern_are_recorded(tmp_path: Path):
     """Others are judged as a part of the module around them, so the gradients are complete."""
     record_tokens(tmp_path, Head(), modules=("q*",))
-    leaves = [leaf.name for leaf in fpipe.compare_run(Head(), tmp_path, loss=token_loss).leaves]
+    report = fpipe.compare_run(Head(), tmp_path, loss=token_loss)
+    leaves = [leaf.name for leaf in report.leaves]
     assert {name for name in leaves if "output 0" in name} == {
         "step 0: qkv, output 0",
         "step 0: the net, output 0",
         "step 0: gradient of output 0 of qkv",
     }
     assert "step 0: gradient of embed.weight after microbatch 1, rank 0" in leaves
+    sentence = "All microbatches count the same, although their shares of the loss are 0.375, 0.625."
+    assert report.notes == (sentence,)
 
 
 def test_a_llama_of_transformers_is_judged_from_ten_lines(tmp_path: Path):

@@ -6,19 +6,16 @@ a folder of record_run, the net, its loss        --> compare_run -->        a Ru
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fpipe.oracle.explain_call import explain_gradient, scale_between
 from fpipe.oracle.microbatch_replay import MicrobatchReplay
 from fpipe.oracle.recorded_step import RecordedStep, ReferenceNames
 from fpipe.oracle.run_clip import judge_clip, judge_norm
+from fpipe.oracle.run_loss import Loss, judge_loss, judge_loss_factor
 from fpipe.oracle.run_phases import (
-    add_fault,
     judge_batch,
     judge_replicas,
     judge_start,
@@ -27,9 +24,7 @@ from fpipe.oracle.run_phases import (
 from fpipe.oracle.run_report import Findings, RunReport, report_of
 from fpipe.oracle.run_sums import judge_accumulation, judge_reduction
 from fpipe.oracle.run_update import judge_update
-from fpipe.recording.record_files import from_spec, hashes_of, is_plain, read_record
-
-Loss = Callable[[Any, Any], Tensor]
+from fpipe.recording.record_files import read_record
 
 
 def compare_run(net: nn.Module, folder: str | Path, *, loss: Loss | None = None) -> RunReport:
@@ -113,73 +108,14 @@ def judge_step(
             replay.run(findings)
             replays[-1].append(replay)
     for rank in whole_ranks:
-        _judge_loss(rank, loss, findings)
+        judge_loss(net, rank, loss, findings)
     judge_accumulation(ranks, replays, findings)
     judge_reduction(ranks, losses, findings)
+    for rank in whole_ranks:
+        judge_loss_factor(rank, findings)
     judge_norm(ranks, findings)
     for number, rank in enumerate(ranks):
         former_rank = None if former is None else former[number]
         judge_clip(rank, ranks, former_rank, findings)
         judge_update(rank, former_rank, findings)
     judge_replicas(ranks, findings)
-
-
-def _judge_loss(rank: RecordedStep, loss: Loss | None, findings: Findings) -> None:
-    """Check that the backward of each microbatch starts from the loss's gradient, by the same factor in each."""
-    factors, weights = list[float](), list[tuple[int, ...]]()
-    for k, microbatch in enumerate(rank.header["microbatches"]):
-        roots = [call for call in microbatch["calls"] if call["module"] == "" and call["parent"] is None]
-        if len(roots) != 1 or not roots[0]["grads"].get("0") or not is_plain(microbatch["batch"]):
-            continue
-        output, actual = (
-            rank.record.tensor(name) for name in (next(hashes_of(roots[0]["output"])), roots[0]["grads"]["0"])
-        )
-        pair: Any = from_spec(microbatch["batch"], rank.record.tensor)
-        targets = pair[1:] if isinstance(pair, tuple) else ()
-        if not output.ndim:
-            # The net computes its loss itself.
-            expected = torch.ones_like(output)
-        elif loss is None or "tensor" not in roots[0]["output"] or not targets:
-            continue
-        else:
-            with torch.enable_grad():
-                (expected,) = torch.autograd.grad(loss(output.requires_grad_(), *targets), [output])
-        factor = scale_between(actual, expected) if output.ndim else float(actual)
-        if factor is None:
-            # Where the reference has no gradient at all, nothing was to count.
-            is_ignored = (expected == 0).all(-1, keepdim=True)
-            if is_ignored.any() and scale_between(actual.masked_fill(is_ignored, 0), expected) is not None:
-                mistake = "outputs count whose targets are ignored"
-            else:
-                mistake = f"the gradient of the output is {explain_gradient(actual, expected)}"
-            add_fault(findings, "the loss", "loss", mistake, rank.step, k)
-            return
-        factors.append(factor)
-        # Each microbatch may count the same, or by its rows, or by its targets that are not ignored.
-        target = next((x for x in targets if isinstance(x, Tensor)), torch.zeros(1))
-        weights.append((1, len(target), int((target != _IGNORED).sum())))
-    if not factors:
-        return
-    units = list(zip(*weights, strict=True))
-    unit = next((unit for unit in units if _are_proportional(factors, unit)), None)
-    if unit is None:
-        texts = ", ".join(f"{factor:.4g}" for factor in factors)
-        mistake = f"the losses of the microbatches are {texts} x the reference's"
-        add_fault(findings, "the loss", "loss", mistake, rank.step)
-    elif factors[0] < 0:
-        add_fault(findings, "the loss", "loss", "its sign is turned", rank.step)
-    elif factors[0] != 1.0:
-        factor_text = f"{factors[0]:.6g} x" if unit is units[0] else "its share of the rows or targets times"
-        findings.notes[f"The loss of a microbatch is {factor_text} the reference's."] = None
-
-
-def _are_proportional(factors: Sequence[float], unit: Sequence[int]) -> bool:
-    total, total_weight = sum(factors), sum(unit)
-    return all(
-        abs(factor * total_weight - total * weight) <= 1e-3 * abs(total * weight)
-        for factor, weight in zip(factors, unit, strict=True)
-    )
-
-
-# The class that torch's losses ignore by default.
-_IGNORED = -100

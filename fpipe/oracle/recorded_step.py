@@ -37,6 +37,8 @@ class RecordedStep:
         header: the description in the file.
         unjudged: the parameters of which this rank has a part that the reference cannot place.
         summed_names: the parameters whose gradients the backward adds up over the ranks.
+        loss_factor: the loss of the step, in multiples of the reference's.
+        is_unscaled: whether gradients are divided by that factor before the clip.
     """
 
     def __init__(self, record: RankRecord, step: int, names: ReferenceNames, has_norms: bool = False) -> None:
@@ -45,6 +47,7 @@ class RecordedStep:
         # A digest has sums, by which linear equations can be checked, and behind them a norm.
         self._digest_part = slice(DIGEST_SUMS, None) if has_norms else slice(0, DIGEST_SUMS)
         self.unjudged, self.summed_names = set[str](), set[str]()
+        self.loss_factor, self.is_unscaled = 1.0, False
         self.before = self.tensors("before")
 
     @property

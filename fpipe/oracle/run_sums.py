@@ -180,10 +180,16 @@ def judge_reduction(ranks: Sequence[RecordedStep], losses: int, findings: Findin
         divisors = _divisors_of(n) if not are_equal else [n * k for k in (_divisors_of(losses) if is_expert else [1])]
         for i in holders:
             actual, rank = final[i][name], ranks[i]
-            rights = [(total / k).to(actual.dtype) for k in divisors]
-            nearest = min(rights, key=lambda right: distance(actual, right))
+            # A loss scale is divided out before the clip.
+            scales = dict.fromkeys((k, factor) for factor in (1.0, rank.loss_factor) for k in divisors)
+            rights = {scale: (total / (scale[0] * scale[1])).to(actual.dtype) for scale in scales}
+            divisor, factor = min(rights, key=lambda scale: distance(actual, rights[scale]))
+            nearest, times = rights[divisor, factor], n / divisor if not are_equal else 1.0
+            # A sum over ranks undoes a loss that is divided by their number.
+            is_undone = factor != 1.0 or (times != 1.0 and abs(times * rank.loss_factor - 1) < 1e-3)
+            rank.is_unscaled |= is_undone
             limit = _SUM_EPSILONS * eps_of(actual) * sum(float(to_double(copy).norm()) for copy in copies)
-            if n > 1 and not are_equal and nearest is not rights[0]:
+            if times != 1.0 and not is_undone:
                 findings.notes[f"Gradients are summed over {n} ranks, not averaged: is the loss divided?"] = None
             label = f"step {rank.step}: reduced gradient of {name}, rank {rank.rank}"
             if not findings.agree(label, actual, nearest, lambda limit=limit: limit):
