@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fpipe.limits import argument_error, check_whole_number, checked_init
@@ -21,6 +21,8 @@ from fpipe.positional_stage import Names, net_stage_of
 from fpipe.program import HtmlRepr, Op
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fpipe import tree
 
 Source = int | Literal["batch"] | tuple[int, int]
@@ -44,7 +46,7 @@ class Stage:
             the slice before handed on as `carry` (None for the first) and returns `(y, carry)`; with both,
             `(y, state, carry)`.
         aux_loss: whether the stage returns `(y, loss)` (what else it returns, before the loss): a 0-d tensor that is
-            added to the model's loss.
+            added to the model's loss, or in the last stage of a model without a loss function is its loss.
         name: how errors call the stage.
         names: for a stage made from a module, what the whole net calls each leaf of its parameters, tied names
             together.
@@ -139,7 +141,7 @@ class Model(HtmlRepr):
     stage of which others take several outputs, as `(stage, which)`, returns the tuple of them.
 
     Args:
-        stages, loss: the stage functions, and `loss(y, target)`.
+        stages, loss: the stage functions, and `loss(y, target)`; None: the last stage computes the loss.
         inputs: the sources of each stage.
         ties: groups of leaves that are one, each leaf as a stage and a name; the first one is the owner.
         reduction: "mean", "sum" or "count": how the loss reduces the rows of a batch.
@@ -193,11 +195,16 @@ class Model(HtmlRepr):
         if self.reduction not in ("mean", "sum", "count"):
             raise ValueError(f"reduction is 'mean', 'sum' or 'count', found {self.reduction!r}.")
         normalise_inputs(self.inputs, len(self.stages) or len(self.inputs))
-        if self.stages and self.stages[-1].aux_loss:
+        if self.stages and self.stages[-1].aux_loss and self.loss is not None:
             last_stage = len(self.stages) - 1
             raise ValueError(
                 f"stage {last_stage} is the last, and what it returns goes to the loss: add its loss there."
             )
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the model computes a loss; its programs have forwards alone if not."""
+        return self.loss is not without_loss
 
     def sources(self, stage: int) -> tuple[Source, ...]:
         """Return the sources of a stage, always as a tuple."""
@@ -279,6 +286,13 @@ def unsuitable_signature(function: Callable[..., Any]) -> inspect.Signature | No
     return None
 
 
+def without_loss(y: Any, target: Any) -> Tensor:
+    """Stand for the loss function of a model that computes no loss; no program reads the number."""
+    import torch
+
+    return torch.zeros(())
+
+
 def in_current_mode(model: Model) -> Model:
     """Return the model for the train or eval mode that its net is in now, where a front door can trace it again."""
     return model if require_model(model).fingerprint is None else model.fingerprint.model_in_current_modes(model)
@@ -289,6 +303,27 @@ def require_model(argument: object) -> Model:
     if isinstance(argument, Model):
         return argument
     raise argument_error("model", Model, argument)
+
+
+def require_loss(model: Model, consequence: str) -> None:
+    """Raise ValueError if a model computes no loss, and so has no gradients."""
+    if not require_model(model).has_loss:
+        raise ValueError(f"the net computes no loss, so {consequence}: say loss=.")
+
+
+def with_loss_as_output(model: Model) -> Model:
+    """Return the model whose last stage returns the loss alone, where it returns an output and its loss."""
+    last_stage = model.stages[-1]
+    if not last_stage.aux_loss:
+        return model
+
+    # Derivatives are taken of what the loss function reads, which is the output of the last stage.
+    @wraps(last_stage.forward)
+    def forward(params: Any, x: Any, **extra_arguments: Any) -> Any:
+        _, *state, loss = last_stage.forward(params, x, **extra_arguments)
+        return (loss, *state) if state else loss
+
+    return replace(model, stages=(*model.stages[:-1], replace(last_stage, forward=forward, aux_loss=False)))
 
 
 def normalise_inputs(

@@ -64,8 +64,8 @@ class PositionalStage(ABC):
 
     def map_to_pieces(
         self, params: Sequence[Any], constants: Sequence[Any], x: Any
-    ) -> tuple[dict[Any, Any], Any] | None:
-        """Return the stage's inputs and its output in terms of the values of its pieces; None without pieces."""
+    ) -> tuple[dict[Any, Any], Any, dict[str, Any]] | None:
+        """Return the stage's inputs, its output and its loss in terms of the values of its pieces; None without."""
         return None
 
     def with_tensors_bound(

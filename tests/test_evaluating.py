@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import fpipe
 from tests.processes import Processes
+from tests.refusals import refusals
 from tests.test_distributed import local_part
 
 MICROBATCHES = 2
@@ -116,3 +117,117 @@ def evaluate_on_rank(rank: int, door: str) -> bool:
 @pytest.mark.parametrize("door", [pytest.param("from_module", marks=pytest.mark.deep), "from_sequential"])
 def test_two_processes_evaluate(pair: Processes, door: str):
     assert pair.run(evaluate_on_rank, door) == [True, True]
+
+
+class Labelled(nn.Module):
+    """A net that with labels returns its outputs and their loss, as nanoGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4 + 4 * i, 8 + 4 * i), nn.Tanh()) for i in range(3))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        outputs = x
+        for layer in self.layers:
+            outputs = layer(outputs)
+        return outputs if labels is None else (outputs, F.mse_loss(outputs, labels))
+
+
+def cut_labelled_net(**inputs: Tensor) -> tuple[nn.Module, fpipe.Model, Any]:
+    torch.manual_seed(0)
+    net = Labelled()
+    model, params, _ = fpipe.from_module(net, 3, example=inputs)
+    return net, model, params
+
+
+def three_stages_on_two_ranks(model: fpipe.Model) -> fpipe.Program:
+    transforms = fpipe.split(MICROBATCHES), fpipe.place([0, 0, 1]), fpipe.merge()
+    return fpipe.chain(*transforms)(fpipe.program(model))
+
+
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
+def test_outputs_are_what_a_net_returns_next_to_its_loss(options: dict[str, Any]):
+    x, labels = torch.randn(6, 4), torch.randn(6, 16)
+    net, model, params = cut_labelled_net(x=x, labels=labels)
+    program, batch = three_stages_on_two_ranks(model), ({"x": x, "labels": labels}, None)
+    result = fpipe.build(program, model, **options)(params, batch)
+    expected_loss, outputs = torch.zeros(()), list[Tensor]()
+    for part in range(MICROBATCHES):
+        output, loss = net(x.tensor_split(MICROBATCHES)[part], labels.tensor_split(MICROBATCHES)[part])
+        (loss / MICROBATCHES).backward()
+        outputs.append(output.detach())
+        expected_loss += loss.detach() / MICROBATCHES
+    assert torch.equal(result.outputs, torch.cat(outputs))
+    assert torch.equal(result.loss, expected_loss)
+    grads = fpipe.join_params(model, result.grads)
+    assert [name for name, leaf in net.named_parameters() if not torch.equal(grads[name], leaf.grad)] == []
+    assert fpipe.verify(program, model, params, batch).bitwise
+
+
+@pytest.mark.parametrize("derive", [fpipe.per_example, fpipe.jvp])
+def test_derivatives_are_of_a_loss_that_is_returned_next_to_outputs(derive: Any):
+    x, labels = torch.randn(6, 4), torch.randn(6, 16)
+    _, model, params = cut_labelled_net(x=x, labels=labels)
+    derived_params = fpipe.make_dual(params, params) if derive is fpipe.jvp else params
+    derived = derive(model)
+    result = fpipe.build(fpipe.program(derived), derived)(derived_params, ({"x": x, "labels": labels}, None))
+    expected = fpipe.reference(model, params, ({"x": x, "labels": labels}, None)).loss
+    torch.testing.assert_close(result.aux["loss"].mean(), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
+def test_a_net_without_a_loss_has_forwards_alone(options: dict[str, Any]):
+    net, model, params = cut_labelled_net(x=rows(8)[0])
+    program = three_stages_on_two_ranks(model)
+    assert {op.kind for op in program.ops} == {"SPLIT", "F", "MERGE"}
+    step = fpipe.build(program, model, **options)
+    for count in (8, 5):
+        x, _ = rows(count, count)
+        result = step(params, ({"x": x}, None))
+        assert (result.loss, result.grads) == (None, None)
+        assert torch.equal(result.outputs, torch.cat([net(part) for part in x.tensor_split(MICROBATCHES)]))
+    report = fpipe.verify(program, model, params, ({"x": x}, None))
+    assert (len(report.leaves), report.bitwise) == (1, True)
+
+
+def generate_on_rank(rank: int) -> bool:
+    x, _ = rows(5)
+    net, model, params = cut_labelled_net(x=rows(8)[0])
+    program = three_stages_on_two_ranks(model)
+    step = fpipe.build(program, model, runtime="distributed", example=(params, ({"x": rows(8)[0]}, None)))
+    result = step(local_part(program, rank, params), ({"x": x}, None))
+    if rank == 0:
+        return (result.loss, result.outputs) == (None, None)
+    return torch.equal(result.outputs, torch.cat([net(part) for part in x.tensor_split(MICROBATCHES)]))
+
+
+def test_the_last_rank_has_the_outputs_of_a_net_without_a_loss(pair: Processes):
+    assert pair.run(generate_on_rank) == [True, True]
+
+
+X = torch.ones(2, 4)
+NET, MODEL, PARAMS = cut_labelled_net(x=X)
+BATCH = {"x": X}, None
+test_gradients_of_a_net_without_a_loss_are_refused = refusals(
+    globals(),
+    """
+fpipe.program(MODEL, input_grads=True)
+    ValueError: the net computes no loss, so its inputs have no gradients: say loss=.
+fpipe.per_example(MODEL)
+    ValueError: the net computes no loss, so its rows have no gradients
+fpipe.jvp(MODEL)
+    ValueError: the net computes no loss, so it has no derivative
+fpipe.compare_grads(MODEL, PARAMS, BATCH, PARAMS)
+    ValueError: the net computes no loss, so there are no gradients to compare
+fpipe.reference(MODEL, PARAMS, BATCH, rule="SGD", lr=0.1)
+    ValueError: the net computes no loss, so there are no gradients to update by
+fpipe.update("SGD")(fpipe.program(MODEL))
+    ProgramError: this program has no gradients; those with a loss have.
+fpipe.assign_grads(NET, fpipe.build(fpipe.program(MODEL), MODEL)(PARAMS, BATCH).grads)
+    ValueError: found no gradients: a program without a loss has none.
+fpipe.from_module(NET, 2, example={"x": X}, aux=True)
+    ValueError: aux=True says what loss= returns, which is missing.
+fpipe.interop.torch_pipelining.runtime(fpipe.program(MODEL), MODEL, PARAMS)
+    ValueError: this model has no loss=, which torch's runtime computes.
+""",
+)

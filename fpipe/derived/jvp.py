@@ -25,7 +25,7 @@ from fpipe.graphs.tracing.marks import collect_marks
 from fpipe.meaning.purity.ambient import in_fake_mode
 from fpipe.meaning.purity.keys import random_states, replay_from
 from fpipe.meaning.purity.outputs import copy_state, split_loss, split_output
-from fpipe.model import Model, Stage
+from fpipe.model import Model, Stage, require_loss, with_loss_as_output
 from fpipe.torch_private.modules import load_forward_mode
 
 # Run a function of pytrees on dual numbers: tensors with a tangent next to them, in forward mode over reverse mode. The
@@ -273,6 +273,8 @@ def jvp(model: Model) -> Model:
     (({'w': tensor(12.)},), ({'w': tensor(12.)},))
     """
     refuse_rules(model, "jvp")
+    require_loss(model, "it has no derivative")
+    model = with_loss_as_output(model)
     load_forward_mode()
     # One wrapper for equal stages, so that they share a trace.
     on_duals = {stage: _run_on_duals(stage) for stage in model.stages}

@@ -20,7 +20,7 @@ from fpipe import tree
 from fpipe.derived.custom_stage import refuse_rules
 from fpipe.graphs.tracing.marks import collect_marks
 from fpipe.meaning.purity.outputs import split_loss, split_output
-from fpipe.model import Model, Stage
+from fpipe.model import Model, Stage, require_loss, with_loss_as_output
 
 
 def per_example(model: Model) -> Model:
@@ -55,6 +55,8 @@ def per_example(model: Model) -> Model:
     if model.per_example:
         raise ValueError("this model is per_example already.")
     refuse_rules(model, "per_example")
+    require_loss(model, "its rows have no gradients")
+    model = with_loss_as_output(model)
     for number, stage in enumerate(model.stages):
         _refuse_shared(stage, model.label_of(number))
     # One wrapper for equal stages with equal sources, so that they share a trace.

@@ -294,7 +294,7 @@ def refuse_unsupported(program: Program, model: Model) -> None:
 
 
 def _refuse_loss(model: Model) -> None:
-    if model.loss is None:
+    if model.loss is None or not model.has_loss:
         raise ValueError(
             f"this model has no loss=, which torch's runtime computes. Say loss=lambda y, target: y, {_USE_FPIPE}"
         )

@@ -174,7 +174,7 @@ class _StageCall:
         options["turn"] = context.turn(op)
         self.options = {name: options[name] for name in self.stage.keywords}
         self.x = tuple(self.sources) if isinstance(context.model.inputs[stage_index], tuple) else self.sources[0]
-        self.has_loss = "t" in args_by_name or "target" in args_by_name
+        self.has_loss = ("t" in args_by_name or "target" in args_by_name) and not self.stage.aux_loss
         self.target = tree.tree_map(_identity, (args_by_name.get("t") or args_by_name.get("target") or [None])[0])
 
 

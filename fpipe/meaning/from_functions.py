@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fpipe.model import STAGE_KEYWORDS, Model, Reduction, Source, Stage, normalise_inputs
+from fpipe.model import STAGE_KEYWORDS, Model, Reduction, Source, Stage, normalise_inputs, without_loss
 
 
 def from_functions(
@@ -53,7 +53,7 @@ def from_functions(
     sources = normalise_inputs(inputs, len(fns))
     for misfit in (stage for stage in aux_losses if stage not in range(len(fns))):
         raise ValueError(f"aux_losses names stage {misfit!r}; the stages are 0 to {len(fns) - 1}.")
-    if aux and loss is None:
+    if aux and loss in (None, without_loss):
         raise ValueError("aux=True says what loss= returns, which is missing.")
     stages = tuple(
         fn

@@ -27,7 +27,7 @@ from fpipe.meaning.purity.outputs import with_rows_named
 from fpipe.meaning.single_device.label_means import IGNORED, MEAN, describe_padding
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
 from fpipe.meaning.single_device.params_and_state import check_batch
-from fpipe.model import LossFunction, MeanLabels, Model, Reduction, Stage
+from fpipe.model import LossFunction, MeanLabels, Model, Reduction, Stage, without_loss
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_net import CutNet, CutReport, with_untrained
 from fpipe.models.cutting.marked_graph import MarkedGraph, node_draws_random, reads_written_buffer
@@ -71,7 +71,8 @@ def from_module(
             `len(x)` does; a warning says which does.
         loss: `loss(output, target)`, as in `from_functions`. None: the net computes it, as those of transformers do
             when `labels` are among their inputs: it is the output's `.loss`, its entry "loss", or the only 0-d tensor
-            in the output, such as that of (logits, loss).
+            in the output, such as that of (logits, loss); `Result.outputs` is what else it returns, such as logits.
+            A net without a loss makes a model whose programs have forwards alone.
         cuts: instead of balanced blocks, the paths of modules after which stages end, as in ["encoder", "decoder.0"].
         costs: of each block by its path, or what `fpipe.profile` measured with a stage for each block, instead of
             floating-point operations.
@@ -125,7 +126,11 @@ def from_module(
     if exported.explanations:
         warn("\n".join(exported.explanations), stacklevel=2)
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
-    result = graph.output if loss is not None else _loss_of(graph.output)
+    own_loss = None if loss is not None or not _has_loss(graph.output) else _loss_of(graph.output)
+    outputs = graph.output if own_loss is None else _without_loss(graph.output, own_loss)
+    # Its loss is the only result of a net that returns nothing else.
+    result = own_loss if outputs is None else outputs if own_loss is None else (outputs, own_loss)
+    has_separate_loss = own_loss is not None and outputs is not None
     labels = None if loss is not None else _labels_of(graph, _inputs(graph, batch[0]))
     message = describe_padding(labels, batch) if labels and reduction == "mean" else ""
     if message:
@@ -137,7 +142,16 @@ def from_module(
     cut = CutNet(marked, tensors, leaves, _inputs(graph, batch[0]), batch[0], result, modules)
     if microbatches is None:
         _warn_of_fixed_rows(cut.guard)
-    model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
+    cut.stages[-1].has_loss = has_separate_loss
+    model = from_functions(
+        cut.stages,
+        without_loss if loss is None and own_loss is None else loss,
+        inputs=cut.inputs,
+        ties=cut.ties,
+        reduction="mean" if loss is None and own_loss is None else reduction,
+        aux=aux,
+        aux_losses=[len(cut.stages) - 1] if has_separate_loss else [],
+    )
     # 4) Give the stages their names and those of their parameters; a stage that is a collective becomes an exchange.
     names = ([tensors.names(name) for name in cut.readers if (name,) in run.names] for run in cut.stages)
     stages_of = [
@@ -170,7 +184,7 @@ def from_module(
         # Each stage seeds torch where it begins. The whole net is seeded where its blocks are, and so cannot draw
         # the numbers of stages that begin at a collective, in the middle of a block.
         draws_elsewhere = plan.exchanges and any(map(node_draws_random, marked.stage_of))
-        if not draws_elsewhere and not any(map(reads_written_buffer, cut.written_buffers)):
+        if model.has_loss and not draws_elsewhere and not any(map(reads_written_buffer, cut.written_buffers)):
             function = NetFunction(net, loss or _loss_of, plan.last_calls)
             eps = autocast_eps(graph.module.graph)
             model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
@@ -263,8 +277,7 @@ def _inputs(graph: NetGraph, inputs: Any) -> Any:
 
 def _loss_of(output: Any, target: Any = None) -> Any:
     """Return the loss in a net's output: the value called "loss", or the only number."""
-    named_loss: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    numbers = [leaf for leaf in tree.leaves(output) if _shape(leaf) == ()]
+    named_loss, numbers = _named_loss(output), _numbers_in(output)
     loss: Any = named_loss if named_loss is not None else numbers[0] if len(numbers) == 1 else output
     shape = _shape(loss)
     if shape != ():
@@ -276,6 +289,32 @@ def _loss_of(output: Any, target: Any = None) -> Any:
             f"found {kind}. Hand in labels= among the inputs, or say loss=."
         )
     return loss
+
+
+def _named_loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _numbers_in(output: Any) -> list[Any]:
+    return [leaf for leaf in tree.leaves(output) if _shape(leaf) == ()]
+
+
+def _has_loss(output: Any) -> bool:
+    """Whether a net's output has a value called "loss", or a number."""
+    return _named_loss(output) is not None or bool(_numbers_in(output))
+
+
+def _without_loss(output: Any, loss: Any) -> Any:
+    """Return the results of a net besides its loss: a lone value itself, None if there is nothing."""
+    leaves, containers = tree.flatten(output)
+    # A loss may stand anywhere in the containers; whoever returns (logits, loss) asks for logits and no tuple.
+    rest: Any = tree.unflatten(containers, [None if leaf is loss else leaf for leaf in leaves])
+    if not isinstance(rest, Mapping):
+        rest = dict(enumerate(rest if isinstance(rest, tuple | list) else [rest]))
+    results: dict[Any, Any] = {name: value for name, value in rest.items() if value is not None}
+    if len(results) < 2:
+        return next(iter(results.values()), None)
+    return results if isinstance(output, Mapping) else tuple(results.values())
 
 
 def _shape(leaf: Any) -> tuple[Any, ...] | None:

@@ -30,7 +30,7 @@ from fpipe.meaning.single_device.params_and_state import (
     trainable_leaves,
 )
 from fpipe.meaning.single_device.result import Result
-from fpipe.model import Model
+from fpipe.model import Model, require_loss
 from fpipe.models.parameters.params import join_params
 from fpipe.oracle.named_leaves import leaves_by_name, numbered_leaves, strip_wrapper_names
 from fpipe.oracle.verdict import Gradient, Verdict, is_sure, judge
@@ -102,6 +102,7 @@ def compare_grads(
     """
     # 1. Check what was handed in.
     close = None if rtol is None and atol is None else Close(rtol, atol)
+    require_loss(model, "there are no gradients to compare")
     gradients = _checked_grads(model, params, grads)
     check_all_state(model, state, "compare_grads")
     trials = [_Trial(model, params, parts, state, key) for parts in _divisions(batch, microbatches)]

@@ -32,7 +32,7 @@ from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.microbatch import cut
 from fpipe.meaning.single_device.params_and_state import check_all_state, check_batch
 from fpipe.meaning.single_device.result import Result
-from fpipe.model import Model
+from fpipe.model import Model, require_loss
 from fpipe.oracle.compare_grads import compare_grads
 from fpipe.oracle.named_leaves import join_ranks, params_by_leaf, strip_wrapper_names
 from fpipe.oracle.recorded_step import ReferenceNames
@@ -114,6 +114,7 @@ def compare_step(
     """
     # 1. Check what was handed in, and bring it into the order of leaves and steps.
     param_by_leaf, pieces = params_by_leaf(model, params, after)
+    require_loss(model, "there are no gradients to update by")
     check_all_state(model, state, "compare_step")
     batch_by_step = _batch_by_step(batches)
     _check_by_name(opt, grads, opt_after)

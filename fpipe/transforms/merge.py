@@ -81,7 +81,7 @@ def merge(
         if losses and not parts_by_result and not any(output.name.name == "losses" for output in results):
             raise ProgramError("losses are merged already; say losses=True in the first merge().")
         # A merged loss means that merge() was called before, and whatever is still per microbatch stays so.
-        if Value("loss") not in parts_by_result:
+        if any(output.name == Value("loss") for output in program.outputs):
             results += [part for name in ("outputs", "aux") for part in parts_by_result.pop(Value(name), [])]
         if losses:
             loss_parts = parts_by_result.get(Value("loss"), [])
@@ -117,10 +117,12 @@ def _join_microbatches(
     """Return one MERGE for the loss (by weight), the counts and the outputs, on the stage that writes the loss."""
     if not names:
         return []
-    losses = [output.value for output in outputs_by_result[Value("loss")]]
-    weights = [Value("w", *loss[1:4]) for loss in losses]
-    other_values = [output.value for name in names if name != Value("loss") for output in outputs_by_result[name]]
-    return [Op("MERGE", losses[0].stage, None, None, 0, (*losses, *weights, *other_values), tuple(names), (), options)]
+    # A model without a loss has outputs alone.
+    first_name, *further_names = sorted(names, key=lambda name: name != Value("loss"))
+    values = [output.value for output in outputs_by_result[first_name]]
+    weights = [Value("w", *value[1:4]) for value in values]
+    other_values = [output.value for name in further_names for output in outputs_by_result[name]]
+    return [Op("MERGE", values[0].stage, None, None, 0, (*values, *weights, *other_values), tuple(names), (), options)]
 
 
 def _join_slices(program: Program, outputs: Iterable[Output]) -> tuple[list[Output], list[Op]]:

@@ -11,9 +11,9 @@ writes what its W reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
-from fpipe.program import Op, Output, Program, ProgramError, Value, is_exchange, kind_of, pair
+from fpipe.program import Op, Program, ProgramError, Value, is_exchange, kind_of, pair
 from fpipe.transforms._rewrite import Transform, as_transform, rebuild
 
 Choice = Callable[[int, int], bool]
@@ -115,13 +115,10 @@ def forward_only() -> Transform:
 
     @as_transform
     def transform(program: Program) -> Program:
-        outputs = tuple(output for output in program.outputs if output.name.name not in _TRAINING_RESULTS)
-        if not outputs:
+        names = {output.name.name for output in program.outputs} - _TRAINING_RESULTS
+        if not names:
             raise ProgramError("this program has neither outputs nor a loss to keep.")
-        # Nothing to drop: equal programs stay the very same object.
-        if outputs == program.outputs and not any(value.name == "res" for op in program.ops for value in op.writes):
-            return program
-        return _keep_needed(program, outputs)
+        return keep_outputs(program, names)
 
     return transform
 
@@ -129,7 +126,12 @@ def forward_only() -> Transform:
 _TRAINING_RESULTS = frozenset(("grads", "input_grads", "state", "params", "opt", "norm", "valid", "scale"))
 
 
-def _keep_needed(program: Program, outputs: tuple[Output, ...]) -> Program:
+def keep_outputs(program: Program, names: Collection[str]) -> Program:
+    """Keep only the outputs with some names, and the ops and values that they need."""
+    outputs = tuple(output for output in program.outputs if output.name.name in names)
+    # Nothing to drop: equal programs stay the very same object.
+    if outputs == program.outputs and not any(value.name == "res" for op in program.ops for value in op.writes):
+        return program
     # Dead code elimination: walk from the last op up, and keep an op if a kept op or an output reads a write of it.
     # The sources are not handed on: positions change where ops go.
     needed_values = {program_input.value for program_input in outputs}

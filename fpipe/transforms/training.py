@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from fpipe.model import Model, Source, Stage, normalise_inputs
+from fpipe.model import Model, Source, Stage, normalise_inputs, require_loss
 from fpipe.order import sort_outputs
 from fpipe.positional_stage import net_stage_of
 from fpipe.program import Input, Op, Output, Program, Value, with_buffer_names
+from fpipe.transforms.split_backward import keep_outputs
 
 
 def program(
@@ -25,10 +26,11 @@ def program(
         input_grads: whether the gradients of the batch's inputs are a result too.
 
     Returns:
-        A `Program` whose results are `loss`, `outputs` and `grads[s]` of each stage.
+        A `Program` whose results are `loss`, `outputs` and `grads[s]` of each stage; of a model that computes no loss,
+        the forwards alone, with the results `outputs` and `state[s]`.
 
     Raises:
-        ValueError: no stages, or a stage that takes what comes after it.
+        ValueError: no stages, or a stage that takes what comes after it; gradients of a model without a loss.
 
     >>> import fpipe
     >>> print(fpipe.plot(fpipe.program(3)))
@@ -40,7 +42,10 @@ def program(
     else:
         stage_inputs = normalise_inputs(inputs, model)
         model = Model((Stage(_placeholder_stage),) * model, None, stage_inputs)
-    return _ProgramWriter(model, input_grads).write()
+    if input_grads:
+        require_loss(model, "its inputs have no gradients")
+    step_program = _ProgramWriter(model, input_grads).write()
+    return step_program if model.has_loss else keep_outputs(step_program, ("outputs", "state"))
 
 
 class _ProgramWriter:

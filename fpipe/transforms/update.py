@@ -239,7 +239,7 @@ def _refuse_unsuitable(program: Program, gradients: Sequence[Output]) -> None:
     refuse_updated(program)
     refuse_transfers(program, "update")
     if not gradients:
-        raise ProgramError("this program has no gradients; fpipe.program(model) has them.")
+        raise ProgramError("this program has no gradients; those with a loss have.")
     if any(output.name.microbatch is not None for output in gradients):
         raise ProgramError("gradients are those of single microbatches: put fpipe.merge() before fpipe.update().")
     if any(program.ops[program.writer[output.value]].writes[0].name == "rows" for output in gradients):

@@ -124,7 +124,7 @@ def _reasons_to_differ(model: Model) -> list[str]:
     reasons = [f"{label} {state_reason}" for label, stage in stages if "state" in stage.keywords]
     reasons += [f"{label} reads which microbatch it is" for label, stage in stages if "microbatch" in stage.keywords]
     loss_reason = "has a loss of its own, which may be no mean over rows"
-    return reasons + [f"{label} {loss_reason}" for label, stage in stages if stage.aux_loss]
+    return reasons + [f"{label} {loss_reason}" for label, stage in stages[:-1] if stage.aux_loss]
 
 
 def _run_undivided(model: Model, arguments: StepArguments, rows: int) -> Result:

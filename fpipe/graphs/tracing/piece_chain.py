@@ -306,7 +306,7 @@ def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
     if stage is None or call.stage is None or not isinstance(stage.forward, PositionalStage):
         return None
     leaves = [leaf for _, leaves in call.reads for leaf in leaves]
-    reads_more = stage.keywords or stage.aux_loss or call.autograd_leaves or model.per_example
+    reads_more = stage.keywords or call.autograd_leaves or model.per_example
     if reads_more or any(getattr(leaf, "sharding", None) for leaf in leaves) or not stage.forward.pieces:
         return None
     reads = dict(call.reads)
@@ -327,15 +327,16 @@ def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
         return None
     if in_pieces is None:
         return None
-    token_by_value, y = in_pieces
+    token_by_value, y, losses = in_pieces
     # 3. Map values to slots.
     ports = [tree.flatten(output) for output in outputs_of(model, call.stage, y)]
-    values = [leaf for leaves, _ in ports for leaf in leaves]
+    values = [leaf for leaves, _ in ports for leaf in leaves] + [*losses.values()]
     slot_by_token = {id(x): (label, i) for label, tokens in tokens_by_label.items() for i, x in enumerate(tokens)}
     # A value that is returned twice would get two cotangents, and pieces never add gradients.
     if len({*map(id, values)}) < len(values) or not all(isinstance(token, Tensor) for token in token_by_value.values()):
         return None
-    flat_by_label = {label_at("y", port): flat for port, flat in enumerate(ports)} | {"kept": tree.flatten([])}
+    flat_by_label = {label_at("y", port): flat for port, flat in enumerate(ports)}
+    flat_by_label |= {label: tree.flatten(loss) for label, loss in losses.items()} | {"kept": tree.flatten([])}
     return Chain(
         stage.forward.pieces,
         {value: slot_by_token[id(token)] for value, token in token_by_value.items()},

@@ -120,7 +120,8 @@ def run_stages(
                 returned = call_stage(stage, params, x, options)
             y, extras = split_output(stage, returned)
             with pure(model.loss if number == last_stage else None, "the loss", (y, target)):
-                loss_parts = loss_of(model, y, target) if number == last_stage else None
+                if number == last_stage:
+                    loss_parts = (extras.pop("loss"), None, None) if stage.aux_loss else loss_of(model, y, target)
         # 3. Store what later stages, slices and microbatches read.
         values.append(outputs_of(model, number, y))
         graph.carries_out.append(extras.get("carry"))

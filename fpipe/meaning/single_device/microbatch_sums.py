@@ -281,12 +281,12 @@ def sum_over_microbatches(
     auxiliaries = [result.aux for result in slice_results]
     row_shares = [result.weight * total_rows for result in slice_results]
     return Result(
-        loss=loss,
+        loss=loss if model.has_loss else None,
         grads=grads,
         outputs=_join_unless_streamed(outputs, row_counts, join_specs.outputs, "outputs"),
         aux=_join_unless_streamed(auxiliaries, row_shares, join_specs.aux, "aux") if model.aux else None,
         input_grads=input_grads,
-        losses=tuple(result.loss for result in slice_results),
+        losses=tuple(result.loss for result in slice_results) if model.has_loss else None,
         state=None if state is None else tuple(first_replica_states or states),
     )
 

@@ -32,7 +32,7 @@ from fpipe.meaning.single_device.params_and_state import (
 )
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.single_device.training_loop import training_loop, unwrap_single_step
-from fpipe.model import Model
+from fpipe.model import Model, require_loss
 from fpipe.transforms.update import update_options
 
 
@@ -131,6 +131,7 @@ def reference(
             raise ValueError(f"without rule= reference takes no {name}=; {hint}")
         return accumulate(params, batch, state, single_key(key), None)
     # 3. Several steps, with an update behind each.
+    require_loss(model, "there are no gradients to update by")
     update = update_settings(update_options(rule, clip, groups, settings))
     keys: list[Any] = [*key] if isinstance(key, Sequence) else [key] * steps
     if len(keys) != steps:

@@ -23,7 +23,7 @@ class Result:
             that follow. In a process other than rank 0 and the one that computes it, a false object that says so.
         grads: one pytree per stage, like params; a frozen parameter, and one that the loss does not depend on, gets
             None. With `per_example(model)` each has a leading dimension of rows, or is None.
-        outputs: what the last stage returned, joined over microbatches.
+        outputs: what the last stage returned besides a loss, joined over microbatches.
         state: one pytree per stage, the module state after the step.
         aux: auxiliary results of the loss, detached, joined over microbatches like outputs.
         losses: the loss of each microbatch, where `merge(losses=True)` asked for them.

@@ -215,6 +215,7 @@ class GraphStage(PositionalStage):
 
     Attributes:
         unflatten_output: rebuilds the net's output from what the graph returns, in the last stage.
+        has_loss: whether that output is a pair with the loss.
         param_addresses: its parameters that are a module's, as they were when the front door returned them.
         opaque: the modules that its graph calls, which it keeps alive.
         wrapper_names: its constants of another class, such as quantized weights.
@@ -239,7 +240,7 @@ class GraphStage(PositionalStage):
         self.number, self.graph, self.read_names = number, graph, reads
         self.leaf_places, self.has_several_inputs = leaf_places, has_several_inputs
         self.tensors, self.guard, self.traced_modes = tensors, guard, traced_modes
-        self.state_names, self.unflatten_output = list(holds), None
+        self.state_names, self.unflatten_output, self.has_loss = list(holds), None, False
         self.reads = [name for name in reads if name in tensors.param_names]
         constants = [name for name in reads if name not in tensors.param_names and name not in self.state_names]
         self.wrapper_names = [name for name in constants if is_wrapper(tensors.current_tensor(name))]
@@ -263,19 +264,26 @@ class GraphStage(PositionalStage):
         rename_calls(self.graph, self.opaque)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
-        """Return the stage's output, with a state also the new state."""
+        """Return the stage's output, with a state also the new state, and a loss of its own last."""
         buffers = [(state or {})[name].clone() for name in self.state_names]
         y, extra_results = self.pure([params[name] for name in self.reads], self.constants(), x, buffers)
-        return (y, dict(zip(self.state_names, extra_results["state"], strict=True))) if self.state_names else y
+        if self.state_names:
+            extra_results["state"] = dict(zip(self.state_names, extra_results["state"], strict=True))
+        return (y, *extra_results.values()) if extra_results else y
 
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
-        """Compute the output, and the `state` after it, from tensors by position."""
+        """Compute the output, the `state` after it, and the `loss` of its own, from tensors by position."""
         with restored_on_error():
-            y, buffers_after = self.graph.forward(*self.arguments(params, constants, x, buffers))
-        y = self.unflatten_output(y) if self.unflatten_output else y
-        return y, {"state": buffers_after} if self.state_names else {}
+            graph_output, buffers_after = self.graph.forward(*self.arguments(params, constants, x, buffers))
+        y, losses = self._split_loss(graph_output)
+        return y, ({"state": buffers_after} if self.state_names else {}) | losses
+
+    def _split_loss(self, graph_output: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the output of the net as its graph returns it, and the `loss` if that is separate."""
+        y = self.unflatten_output(graph_output) if self.unflatten_output else graph_output
+        return (y[0], {"loss": y[1]}) if self.has_loss else (y, {})
 
     def arguments(
         self, params: Sequence[Any], constants: Sequence[Any], x: Any, buffers: Sequence[Any] = ()
@@ -310,11 +318,13 @@ class GraphStage(PositionalStage):
     def _placeholders(self) -> list[fx.Node]:
         return self.graph.graph.find_nodes(op="placeholder")
 
-    def map_to_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[fx.Node, Any], Any]:
-        """Return the arguments of its graph by placeholder, and its output with nodes in the place of tensors."""
+    def map_to_pieces(
+        self, params: Sequence[Any], constants: Sequence[Any], x: Any
+    ) -> tuple[dict[fx.Node, Any], Any, dict[str, Any]]:
+        """Return the arguments of its graph by placeholder, and its output and loss, which are nodes for tensors."""
         graph_output, _ = self.graph.graph.output_node().args[0]  # pyright: ignore[reportGeneralTypeIssues]
         argument_by_placeholder = dict(zip(self._placeholders, self.arguments(params, constants, x), strict=True))
-        return argument_by_placeholder, self.unflatten_output(graph_output) if self.unflatten_output else graph_output
+        return argument_by_placeholder, *self._split_loss(graph_output)
 
     def with_params_bound(self, params: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
         """Call a function, such as a backward that recomputes, while `params` are bound in its opaque modules."""

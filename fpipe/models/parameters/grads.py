@@ -76,6 +76,8 @@ def assign_grads(params: Any, grads: Any, *, add: bool = False) -> None:
 
 
 def _pair_by_name(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if grads is None:
+        raise ValueError("found no gradients: a program without a loss has none.")
     grads = [stage for stage in grads if stage is not None] if isinstance(grads, Sequence) else grads
     if not isinstance(grads, Sequence) or not all(isinstance(stage, Mapping) for stage in grads):
         raise ValueError(

@@ -220,7 +220,7 @@ class _AbstractWalk:
             # Stages that share a trace may have buffers of different names: the containers are those of this stage.
             result_by_label["state"] = result_by_label["state"]._replace(spec=inputs["state"].spec)
         loss = None
-        if "target" in inputs:
+        if "target" in inputs and not self._model.stages[op.stage or 0].aux_loss:
             loss_inputs = {"x": result_by_label["y"], "target": inputs["target"]}
             loss = self._calls.canonical(StageCall(None, *avals_and_specs(loss_inputs)))
             result_by_label |= self._calls.outline_results(loss, loss_inputs)

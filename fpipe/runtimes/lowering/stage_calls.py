@@ -108,11 +108,13 @@ class StageCalls:
             return tuple(aval_of_leaf(cotangent) if aval_wants_grad(leaf) else None for leaf, cotangent in pairs)
 
         # 1. The cotangents that arrive, None for leaves without one: they decide what the trace computes. An output
-        #    behind which the loss stands has none of its own.
-        outline, cotangents = self.traces.outline(run.call), dict[str, tuple[Any, ...]]()
-        for label in _output_labels(outline) if run.loss is None else ():
-            value, leaves = labels.get(cotangent_of(label)), outline.avals(label)
-            cotangents[cotangent_of(label)] = (None,) * len(leaves) if value is None else avals(value, leaves)
+        #    behind which the loss stands, or which is returned next to it, has none of its own.
+        outline = self.traces.outline(run.call)
+        cotangents = {
+            cotangent_of(label): avals(labels[cotangent_of(label)], outline.avals(label))
+            for label in _output_labels(outline)
+            if cotangent_of(label) in labels
+        }
         if "dcarry" in labels:
             cotangents["dcarry"] = avals(labels["dcarry"], outline.avals("carry"))
         # A stage may compute the loss itself.
