@@ -106,10 +106,10 @@ def check_kinds(program: Program) -> None:
 def _check_splits(program: Program) -> None:
     """Check that all SPLITs cut the batch alike, into as many parts as each stage has SPLITs."""
     for op in program.ops:
-        if op.kind in ("SPLIT", "MERGE") and dict(op.options).get("slices", 1) != program.slices:
-            raise ProgramError(
-                f"{op.cell} says {dict(op.options)}, but the program has {program.slices} slices:\n    {op}"
-            )
+        options = dict(op.options)
+        slice_counts = {options.get("slices", 1), len(options.get("sizes", range(program.slices)))}
+        if op.kind in ("SPLIT", "MERGE") and slice_counts != {program.slices}:
+            raise ProgramError(f"{op.cell} says {options}, but the program has {program.slices} slices:\n    {op}")
     splits = [(position, op, dict(op.options)) for position, op in enumerate(program.ops) if op.kind == "SPLIT"]
     counts = Counter((op.stage, op.slice, op.reads[0].port) for _, op, _ in splits)
     for position, op, options in splits:
@@ -149,7 +149,7 @@ _KINDS_WITH_OPTIONS = _REPLICA_KINDS | {"SPLIT", "MERGE", "SEND", *"FRBIW"}
 _OPTION_TYPES: dict[str, type] = {
     **dict.fromkeys(("index", "count", "size", "slices", "dim"), int),
     **dict.fromkeys(("spec", "sequence", "aux", "axis", "cast", "exchange"), str),
-    "saved": tuple,
+    **dict.fromkeys(("saved", "sizes"), tuple),
 }
 _REQUIRED_READ = {"B": "res", "I": "res", "W": "wres"}
 

@@ -67,7 +67,7 @@ Expected = tuple[Tensor, list[dict[str, Tensor]]]
 
 
 def run_by_hand(
-    batch: tuple[Tensor, Tensor], microbatches: int, slices: int, reduction: str, dtype=torch.float32
+    batch: tuple[Tensor, Tensor], microbatches: int, sizes: list[int], reduction: str, dtype=torch.float32
 ) -> Expected:
     """Run one graph for each microbatch, from its first slice to its last. Each slice has its own copy of the
     parameters, whose gradients are added from the last slice back, microbatch after microbatch."""
@@ -75,13 +75,11 @@ def run_by_hand(
     sums: list[dict[str, Any]] = [dict.fromkeys(stage) for stage in params]
     for x, target in zip(*(leaf.tensor_split(microbatches) for leaf in batch), strict=True):
         params_of_slices = [
-            [{n: leaf.clone().requires_grad_() for n, leaf in p.items()} for p in params] for _ in range(slices)
+            [{n: leaf.clone().requires_grad_() for n, leaf in p.items()} for p in params] for _ in sizes
         ]
         carries: list[Any] = [None] * 3
         losses: list[Tensor] = []
-        for index, (x_slice, target_slice) in enumerate(
-            zip(x.tensor_split(slices, 1), target.tensor_split(slices, 1), strict=True)
-        ):
+        for index, (x_slice, target_slice) in enumerate(zip(x.split(sizes, 1), target.split(sizes, 1), strict=True)):
             h = x_slice
             for stage_index in range(3):
                 h, carry = block(params_of_slices[index][stage_index], h, carry=carries[stage_index])
@@ -123,7 +121,20 @@ def test_attention_in_slices_has_the_gradients_of_plain_autograd(reduction: str,
     model = attention_model(reduction)
     program = fpipe.chain(fpipe.split(2, slices=3), fpipe.merge())(fpipe.program(model))
     result = fpipe.build(program, model, trace=trace)(params_of(), sequences())
-    assert_equal_bits(result, run_by_hand(sequences(), 2, 3, reduction))
+    assert_equal_bits(result, run_by_hand(sequences(), 2, [4, 3, 3], reduction))
+
+
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("count", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
+def test_slices_may_have_sizes_of_their_own(reduction: str, options: dict[str, Any]):
+    model, batch = attention_model(reduction), sequences()
+    transforms = fpipe.slice_sequence(sizes=[5, 1, 4]), fpipe.schedules.seq1f1b(2), fpipe.merge(), fpipe.communicate()
+    program = fpipe.chain(fpipe.split(2), *transforms)(fpipe.program(model))
+    assert Program.parse(str(program)) == program
+    assert_equal_bits(
+        fpipe.build(program, model, **options)(params_of(), batch), run_by_hand(batch, 2, [5, 1, 4], reduction)
+    )
+    assert fpipe.verify(program, model, params_of(), batch).bitwise
 
 
 def test_per_microbatch_and_slice_results_come_in_order():
@@ -255,6 +266,14 @@ run_step(split(2), fpipe.merge(), slices(2))
     ProgramError: as by fpipe.split(8, slices=4)
 run_step(split(2), fpipe.place(), fpipe.communicate(), slices(2))
     ProgramError: put fpipe.slice_sequence() before fpipe.communicate()
+slices(3, sizes=[5, 5])
+    ValueError: say either slice_sequence(2) or slice_sequence(sizes=[5, 3]).
+slices(sizes=[5, 0])
+    ValueError: a size is a whole number, at least 1; found 0
+run_step(split(2), slices(sizes=[5, 4]))
+    ValueError: the sequence of inputs has 10 positions, and slices of (5, 4) 9.
+Program.parse(str(slices(sizes=[5, 5])(split(1)(fpipe.program(1)))).replace("(5, 5)", "(10,)"))
+    ProgramError: SPLIT(x[0,0.0]) says {'index': 0, 'count': 1, 'slices': 2, 'sizes': (10,)}, but the program has
 split(2, slices=0)
     ValueError: slices is a whole number, at least 1; found 0
 slices(2, spec=(1, 2, 3))

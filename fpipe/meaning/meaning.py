@@ -58,9 +58,8 @@ def split_batch(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[A
             sequence_spec = spec_of(settings.get("sequence"))
             sequence_spec = sequence_spec[value.name == "target"] if isinstance(sequence_spec, tuple) else sequence_spec
             dim, label = settings.get("dim", 1), value.name
-            part, share = cut_sequence(
-                part, op.slice or 0, settings["slices"], dim, sequence_spec, row_spec=spec, label=label
-            )
+            options: dict[str, Any] = {"sizes": settings.get("sizes"), "row_spec": spec, "label": label}
+            part, share = cut_sequence(part, op.slice or 0, settings["slices"], dim, sequence_spec, **options)
         value_by_name["x" if value.name == "inputs" else "t"] = part
         # The weight is a share of the rows of all replicas, so that gradients only have to be added.
         value_by_name["w"] = size / context.all_rows * share

@@ -220,8 +220,8 @@ def seq1f1b(ranks: int, *, slices: int | None = None) -> Transform:
     """1F1B over slices of sequences: forwards from the first slice up, backwards from the last slice down.
 
     The backward starts at the last slice, so rank r of p warms up with p-r-2+Q forwards for Q slices. The bubble is
-    that of 1F1B divided by Q. A rank holds p-r-1 slices and one whole microbatch. Slices have equal lengths; a later
-    slice of causal attention takes longer, so a real step takes a little more than the formula.
+    that of 1F1B divided by Q. A rank holds p-r-1 slices and one whole microbatch. A later slice of causal attention
+    takes longer, so a real step takes a little more than the formula; `slice_sequence(sizes=)` before it evens them.
 
     Args:
         ranks: the number of ranks.

@@ -8,7 +8,7 @@ A forward hands a `carry` to the next slice of its stage (keys and values, say),
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fpipe.limits import check_whole_number
 from fpipe.program import Op, Output, Program, ProgramError, Value
@@ -16,7 +16,9 @@ from fpipe.transforms._rewrite import Transform, as_transform, rebuild, refuse_f
 from fpipe.transforms.specs import batch_spec_text
 
 
-def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transform:
+def slice_sequence(
+    slices: int | None = None, *, sizes: Sequence[int] | None = None, dim: int = 1, spec: object = None
+) -> Transform:
     """Cut the sequences of every microbatch into slices that follow each other through the pipeline.
 
     Results stay per microbatch and slice until `merge` joins them; it concatenates gradients of inputs along the
@@ -24,6 +26,8 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
 
     Args:
         slices: how many. Of n positions in Q slices the first n mod Q get one more.
+        sizes: instead, how many positions each slice has: a later slice of causal attention computes more for each of
+            its positions, so that slices which get shorter take equally long.
         dim: the dimension of sequences, in inputs, target and outputs.
         spec: what is sliced how, where that is not enough: `Chunk(dim)`, `Replicate()`, or a prefix tree of them for
             the inputs and the target as a pair.
@@ -32,7 +36,7 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
         A transform. One slice leaves a program as it is.
 
     Raises:
-        ValueError: not a number of slices.
+        ValueError: not a number of slices. A step refuses sequences of another length than the sum of the sizes.
         ProgramError: the program is sliced or merged already, or has pairs or transfers.
 
     Source: Sun et al. 2024 (Seq1F1B, arXiv 2406.03488), section 3.
@@ -50,8 +54,12 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
     dcarry[0,0.1] g[0,0.1] = B[0,0.1] params[0] res[0,0.1] dx[1,0.1] @ 0
     g[0,0.0] = B[0,0.0] params[0] res[0,0.0] dx[1,0.0] dcarry[0,0.1] @ 0
     """
-    check_whole_number("slices", slices)
+    if (slices is None) == (sizes is None):
+        raise ValueError("say either slice_sequence(2) or slice_sequence(sizes=[5, 3]).")
+    sizes = tuple(check_whole_number("a size", size) for size in sizes or ())
+    slices = check_whole_number("slices", len(sizes) if slices is None else slices)
     options: tuple[tuple[str, object], ...] = (("slices", slices),)
+    options += (("sizes", sizes),) if sizes else ()
     options += (("dim", dim),) if dim != 1 else ()
     options += (("sequence", batch_spec_text(spec)),) if spec is not None else ()
 

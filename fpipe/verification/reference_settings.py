@@ -73,7 +73,8 @@ def slicing_of(program: Program) -> SequenceSlicing:
     settings = settings_of_kind(program, "SPLIT")
     specs = (spec_of(settings.get(setting)) for setting in ("sequence", "spec"))
     sequence_spec, row_spec = (spec if isinstance(spec, tuple) else (spec, spec) for spec in specs)
-    return SequenceSlicing(settings.get("slices", 1), settings.get("dim", 1), sequence_spec, row_spec)
+    counts = settings.get("slices", 1), settings.get("sizes")
+    return SequenceSlicing(*counts, settings.get("dim", 1), sequence_spec, row_spec)
 
 
 def join_specs_of(program: Program, batch: Any) -> JoinSpecs:

@@ -111,12 +111,20 @@ def cut(
 
 
 def cut_sequence(
-    tree: Any, index: int, count: int, dim: int = 1, spec: Any = None, *, row_spec: Any = None, label: str = "inputs"
+    tree: Any,
+    index: int,
+    count: int,
+    dim: int = 1,
+    spec: Any = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    row_spec: Any = None,
+    label: str = "inputs",
 ) -> tuple[Any, float]:
     """Return one of `count` slices of the sequences in a batch, as views, and its share of the length.
 
-    Sequences are along `dim` of each leaf that has rows, unless `spec` says otherwise of a leaf. Of n positions the
-    first n mod count slices get one more.
+    Sequences are along `dim` of each leaf that has rows, unless `spec` says otherwise of a leaf. Slices have these
+    `sizes`; without them, of n positions the first n mod count slices get one more.
 
     >>> import torch
     >>> [(part.tolist(), share) for part, share in (cut_sequence(torch.arange(4)[None], k, 2) for k in range(2))]
@@ -135,7 +143,9 @@ def cut_sequence(
         )
     if length < count:
         raise ValueError(f"the sequence of {first_path} has {length} positions, too few for {count} slices.")
-    start, size = _range_of_part(index, count, length)
+    if sizes and sum(sizes) != length:
+        raise ValueError(f"the sequence of {first_path} has {length} positions, and slices of {sizes} {sum(sizes)}.")
+    start, size = (sum(sizes[:index]), sizes[index]) if sizes else _range_of_part(index, count, length)
     remedy = "pad it, or leave slices out"
     return _narrow(tree, dims, start, size, label, remedy), size / length
 

@@ -43,11 +43,13 @@ class SequenceSlicing:
 
     Attributes:
         slices: how many slices.
+        sizes: how many positions each has; None: equally many.
         dim: the dimension of the sequence in each leaf that has rows.
         specs, row_specs: for inputs and target, the leaves whose sequence or rows are elsewhere.
     """
 
     slices: int = 1
+    sizes: tuple[int, ...] | None = None
     dim: int = 1
     specs: tuple[Any, Any] = (None, None)
     row_specs: tuple[Any, Any] = (None, None)
@@ -60,7 +62,7 @@ class SequenceSlicing:
         sides = [*zip(microbatch, self.specs, self.row_specs, ("inputs", "target"), strict=True)]
         for k in range(self.slices):
             (x, _), (target, share) = (
-                cut_sequence(pytree, k, self.slices, self.dim, spec, row_spec=row_spec, label=label)
+                cut_sequence(pytree, k, self.slices, self.dim, spec, sizes=self.sizes, row_spec=row_spec, label=label)
                 for pytree, spec, row_spec, label in sides
             )
             slices.append(((x, target), share))
