@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from fpipe.cli.race import Job, Row, Setting, jobs_of, race
 from fpipe.cli.race_nets import NETS
 from fpipe.cli.race_report import as_text, write_json
+from fpipe.cli.race_runtimes import Job, Row, Setting, jobs_of, race
 from fpipe.cli.racers import RACERS
 from fpipe.timing.amounts import align_columns
 

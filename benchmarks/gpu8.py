@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from fpipe.cli.race import Job, Setting, first_line, measure_on_ranks
 from fpipe.cli.race_nets import NETS
 from fpipe.cli.race_report import as_text
+from fpipe.cli.race_runtimes import Job, Setting, first_line, measure_on_ranks
 from fpipe.cli.racers import RACERS
 
 

@@ -38,9 +38,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from step import MICROBATCHES, Case, against, eager, gpt, mlp
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
 
 import fpipe
+from fpipe.cli.measure import torch_step
 from fpipe.meaning.step import StepOptions
 from fpipe.program import Value, parts_of
 from fpipe.runtimes.in_process.local import build_local_step
@@ -56,13 +56,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "MLP 8 x 1 row": partial(mlp, 8, 1),
     "GPT, 4 blocks, width 256": partial(gpt, 256),
 }
-# Ours, torch's own, stages a rank, and on which rank of two each stage is.
+# Ours, torch's own, and the number of stages on two ranks.
 SCHEDULES = {
-    "gpipe": ("ScheduleGPipe", 1, (0, 1)),
-    "one_f_one_b": ("Schedule1F1B", 1, (0, 1)),
-    "interleaved": ("ScheduleInterleaved1F1B", 2, (0, 1, 0, 1)),
-    "interleaved_zb": ("ScheduleInterleavedZeroBubble", 2, (0, 1, 0, 1)),
-    "zbv": ("ScheduleZBVZeroBubble", 2, (0, 1, 1, 0)),
+    "gpipe": ("GPipe", 2),
+    "one_f_one_b": ("1F1B", 2),
+    "interleaved": ("Interleaved1F1B", 4),
+    "interleaved_zb": ("InterleavedZeroBubble", 4),
+    "zbv": ("ZBVZeroBubble", 4),
 }
 MSE = nn.functional.mse_loss
 WARM_UP = 10  # until ranks no longer compare their batches in each step
@@ -79,37 +79,11 @@ AVERAGE = {
 WORST = {"MLP 8 x 1 row": 0.55}
 
 
-def build_torch_step(rank: int, name: str, case: Case) -> Step:
-    """Build the step of torch's schedule on the stages of this rank."""
+def build_steps(rank: int, name: str, case: Case) -> tuple[dict[str, tuple[Step, bool]], float]:
+    """Build our steps and torch's, each with whether only rank 0 takes it, and simulate the bubble."""
     net, x, target = case
-    kind, _, placement = SCHEDULES[name]
-    parts = [nn.Sequential(*part) for part in split(list(net), len(placement))]
-    local_stages = [n for n, home in enumerate(placement) if home == rank]
-    stages = [PipelineStage(parts[n], n, len(placement), torch.device("cpu")) for n in local_stages]
-    # torch 2.13 says `scale_grads` of a loss that is a mean.
-    schedule = getattr(schedules, kind)(stages if len(placement) > 2 else stages[0], MICROBATCHES, loss_fn=MSE)
-    last_stage = len(placement) - 1
-
-    def step() -> None:
-        for n in local_stages:
-            parts[n].zero_grad()
-        inputs = (x,) if 0 in local_stages else ()
-        schedule.step(*inputs, **({"target": target} if last_stage in local_stages else {}))
-
-    return step
-
-
-def split(children: list[nn.Module], parts: int) -> list[list[nn.Module]]:
-    size = len(children) // parts
-    return [children[n * size : (n + 1) * size] for n in range(parts)]
-
-
-def build_fpipe_steps(rank: int, name: str, case: Case) -> tuple[dict[str, tuple[Step, bool]], float]:
-    """Build our steps, each with whether only rank 0 takes it, and simulate the bubble."""
-    net, x, target = case
-    model, params, _ = fpipe.from_sequential(
-        net, sizes=[len(net) // len(SCHEDULES[name][2])] * len(SCHEDULES[name][2]), loss=MSE
-    )
+    torch_class, stages = SCHEDULES[name]
+    model, params, _ = fpipe.from_sequential(net, sizes=[len(net) // stages] * stages, loss=MSE)
     program = fpipe.chain(fpipe.split(MICROBATCHES), fpipe.schedules.get(name)(2), fpipe.merge())(fpipe.program(model))
     mine = fpipe.local_params(program, params, rank)
     example = (params, (x, target))
@@ -133,6 +107,7 @@ def build_fpipe_steps(rank: int, name: str, case: Case) -> tuple[dict[str, tuple
         steps["gloo apart"] = processes(check_batch="never"), False  # batches are compared by messages
     size = x.numel() * x.element_size() // MICROBATCHES
     steps["bare"] = build_bare_step(rank, program, size), False
+    steps["torch"] = torch_step(torch_class, program, net, (x, target), MSE), False
     return steps, fpipe.simulate(program).bubble
 
 
@@ -204,8 +179,8 @@ def compare(rank: int, name: str, schedule: str, rounds: int) -> dict[str, float
     """Return the least seconds of each step, and the limit; an empty dict on rank 1."""
     torch.manual_seed(0)
     case = CASES[name]()
-    fpipe_steps, bubble = build_fpipe_steps(rank, schedule, case)
-    steps = {"eager": (eager(*case), True), **fpipe_steps, "torch": (build_torch_step(rank, schedule, case), False)}
+    pipeline_steps, bubble = build_steps(rank, schedule, case)
+    steps = {"eager": (eager(*case), True), **pipeline_steps}
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in steps}
     gc.collect()
     gc.freeze()  # what is built is looked at no more: a collection before each step is short

@@ -1,7 +1,6 @@
 """The command line prints results, answers mistakes in one sentence, and works in a pipe."""
 
 import html
-import os
 import re
 import shlex
 import subprocess
@@ -11,8 +10,6 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from typer.testing import CliRunner
 
 import fpipe
@@ -20,7 +17,6 @@ from fpipe.__main__ import main
 from fpipe.cli.app import app
 from fpipe.cli.options import parse_style, program_of
 from fpipe.cli.output import table
-from tests.processes import Processes, free_port
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SCHEDULE_SCRIPT = """
@@ -87,7 +83,6 @@ def test_compare_prints_a_table_and_writes_it_above_the_pictures(tmp_path: Path)
     assert "src=" not in pictures
 
 
-SMALL = ("--microbatches", "4", "--rounds", "2", "--width", "64", "--rows", "128")
 MODEL_SCRIPT = """
 import fpipe, torch
 
@@ -96,58 +91,6 @@ def step():
     model, params, _ = fpipe.from_sequential(net, stages=3, loss=torch.nn.functional.mse_loss)
     return model, params, (torch.ones(8, 8), torch.ones(8, 8))
 """
-
-
-def test_bench_prints_simulated_and_measured_seconds(tmp_path: Path):
-    page = tmp_path / "both.html"
-    threads = torch.get_num_threads()
-    lines = output_of("bench", "one_f_one_b", "interleaved:stages=4", *SMALL, "--file", str(page)).splitlines()
-    assert lines[0].split()[:5] == ["schedule", "simulated", "measured", "least", "off"]
-    assert [line.split()[0] for line in lines[1:3]] == ["one_f_one_b", "interleaved:stages=4"]
-    for line in lines[1:3]:
-        simulated, measured, shortest = map(float, line.split()[1:4])
-        assert 0 < shortest <= measured
-        error = float(line.split()[4].rstrip("%")) / 100
-        assert abs(error + 1 - simulated / measured) < 6e-4 + 0.006 * (simulated + measured) / measured**2  # two digits
-        assert line.split()[-1] == line.split()[-2]
-    assert lines[-1] == f"wrote {page}"
-    assert "interleaved:stages=4, measured" in page.read_text()
-    assert torch.get_num_threads() == threads
-
-
-def test_bench_runs_a_user_model(tmp_path: Path):
-    file = tmp_path / "mine.py"
-    file.write_text(MODEL_SCRIPT)
-    model_options = ("--rounds", "1", "--model", f"{file}:step")
-    assert output_of("bench", "gpipe", "-p", "3", "-m", "2", *model_options).splitlines()[1].startswith("gpipe")
-    code, _, complaint = run("bench", "gpipe", "-p", "2", "-m", "2", *model_options)
-    assert code == 1
-    assert "error: --model returns a model of 3 stages, and a schedule wants 2. Say NAME:stages=3" in complaint
-
-
-def run_under_torchrun(rank: int, port: int, typed: list[str]) -> tuple[int, str, str]:
-    """Run a command in a process with the environment of torchrun."""
-    dist.destroy_process_group()
-    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
-    os.environ.update(variables)
-    try:
-        return run(*typed)
-    finally:
-        for name in variables:
-            del os.environ[name]
-
-
-def test_bench_runs_on_processes(tmp_path: Path):
-    """Both processes get the arguments; only the first prints and draws."""
-    page = tmp_path / "both.svg"
-    typed = ["bench", "zb_h1", "--runtime", "distributed", *SMALL, "--file", str(page)]
-    with Processes(2) as pair:
-        (code, printed, _), second = pair.run(run_under_torchrun, free_port(), typed)
-        assert code == 0
-        assert printed.splitlines()[1].startswith("zb_h1")
-        assert printed.split()[-4] == printed.split()[-3]  # predicted and held bytes, messages included
-        assert printed.splitlines()[-1] == f"wrote {page}"
-        assert second == (0, "", "")
 
 
 def test_options_follow_a_name_or_a_letter():
@@ -187,10 +130,7 @@ MISTAKES = {
     "show chimera -p 3": "error: chimera: ",
     "export chimera -m 4": "(--format json and text write any program.)",
     "export gpipe -o waves=2": "error: gpipe has no option 'waves'; it has: stages.",
-    "bench gpipe --file missing/a.svg": "error: 'missing' is not a folder: create it first.",
-    "bench chimera -p 3": "error: chimera: the number of ranks is even",
-    "bench gpipe --runtime distributed": "error: --runtime distributed is for processes that torchrun starts: torchrun",
-    "bench gpipe --model fractions:Fraction": "error: --model returns (model, params, batch)",
+    "race gpipe --timelines missing/a.svg": "error: 'missing' is not a folder: create it first.",
     "search -p 2 -m 2 --memory-cap 0.5": "error: nothing fits memory_cap=0.5: the smallest cap that does is 1.",
     "search -p 2 -m 2 --memory-cap 1GB": "error: the memory of a rank is in bytes, so --costs need bytes too",
     "search --placement zigzag": 'error: placement is "any", "linear", "looped", "v" or the rank of each stage',
@@ -233,10 +173,15 @@ MISTAKES = {
     "show gpipe --costs y=8GX": "an amount of bytes reads 40GiB or 512B, in B, KB, KiB,",
     "show gpipe --cluster '4 rank; inside'": "a link has latency (5us), bandwidth (200GB/s) or both, at 'inside'",
     "export hanayo -o waves": "an option reads waves=2, found 'waves'.",
-    "bench table.csv": "name a schedule; found the file 'table.csv'. Register it in a file for --import.",
-    "bench gpipe --file a.txt": "--file writes .svg, .png, .pdf, .html or .json, found 'a.txt'.",
-    "bench gpipe --model mine": "a function reads mine.py:step or package.module:step, found 'mine'.",
-    "bench gpipe --model fractions:Fraction --rows 8": "--width and --rows are of the layers that run without --model.",
+    "race table.csv": "name a schedule; found the file 'table.csv'. Register it in a file for --import.",
+    "race conftest.py": "conftest.py registers no schedule: call fpipe.schedules.register(name, f) in it.",
+    "race torch:2F2B": "torch has no schedule '2F2B'; it has GPipe, 1F1B, Interleaved1F1B,",
+    "race gpipe -m 4/0": "several numbers read 8/16/32, found '4/0'.",
+    "race gpipe --memory-cap much": "memory caps are microbatches that a rank may hold, 2/4, found 'much'.",
+    "race gpipe --timelines a.txt": "--timelines writes .svg, .png, .pdf, .html or .json, found 'a.txt'.",
+    "race gpipe -m 4/8 --timelines a.svg": "--timelines draws one setting, found 2.",
+    "race gpipe --model mine": "a function reads mine.py:step or package.module:step, found 'mine'.",
+    "race gpipe --model fractions:Fraction --rows 8": "--width and --rows are of the layers that run without --model.",
     "search --placement 0/x": "a placement is a word, or the rank of each stage as in 0/1/1/0; found '0/x'.",
     "search --output found.txt": "--output writes .fpipe, .json, .csv; found 'found.txt'.",
     "plan run -m 8,16": "several numbers read 8/16/32, found '8,16'.",
@@ -267,7 +212,7 @@ def test_errors_in_standard_input_name_their_position(stdin: str, sentence: str)
     assert (code, complaint.startswith(f"error: standard input: {sentence}")) == (1, True)
 
 
-@pytest.mark.parametrize("command", ["schedules", "show", "compare", "check", "verify", "bench", "export"])
+@pytest.mark.parametrize("command", ["schedules", "show", "compare", "check", "verify", "export"])
 def test_examples_of_the_help_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Pipes into other tools are left out."""
     monkeypatch.chdir(tmp_path)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import bench, find, judge, see
+from fpipe.cli import bench, find, judge, race, see
 from fpipe.cli import plan_command as plan
 from fpipe.cli.options import load_module, usage, with_options_of_fields
 from fpipe.cli.output import print_error
@@ -58,7 +58,8 @@ def start(imports: Imports = None, version: Version = False) -> None:
       python -m fpipe check-grads rank0.pt rank1.pt --model mine.py:step
       python -m fpipe check-step after.safetensors --model mine.py:step --rule AdamW --lr 3e-4
       python -m fpipe check-run run/ --net mine.py:net_and_loss
-      python -m fpipe bench one_f_one_b zb_h1 --ranks 2
+      python -m fpipe race one_f_one_b zb_h1 torch:1F1B --ranks 2
+      python -m fpipe bench --against eager,torch --quick
       python -m fpipe export one_f_one_b --format comms > schedule.csv
       python -m fpipe --import mine.py show my_schedule
 
@@ -88,7 +89,7 @@ def _with_exit_codes(command: Callable[..., None]) -> Callable[..., None]:
 
 COMMANDS = (
     *(see.schedules, see.show, see.compare, find.search, judge.check, judge.verify),
-    *(judge.check_grads, judge.check_step, judge.check_run, bench.bench, see.export),
+    *(judge.check_grads, judge.check_step, judge.check_run, race.race, bench.bench, see.export),
 )
 for command in COMMANDS:
     app.command()(_with_exit_codes(with_options_of_fields(command)))

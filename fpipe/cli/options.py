@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -20,7 +20,7 @@ import typer
 from fpipe.cli import cost_options as costs
 from fpipe.cli.cost_options import TypedCosts
 from fpipe.interop import from_json, torch_pipelining
-from fpipe.limits import read_text
+from fpipe.limits import check_whole_number, read_text
 from fpipe.pictures.plot import plot
 from fpipe.pictures.style import SWITCHES
 from fpipe.pictures.style import Style as PictureStyle
@@ -150,7 +150,7 @@ def schedule_name(text: str) -> str:
 
 
 def load_module(module: str) -> ModuleType:
-    """Import a module, or run a file."""
+    """Import a module, or run a file, once."""
     # `python -m` has the working folder on its path; an installed script has its own folder there instead.
     sys.path.insert(0, "")
     try:
@@ -158,13 +158,21 @@ def load_module(module: str) -> ModuleType:
             raise ValueError(f"{module!r} is a relative name; say package.module, or the path of a .py file.")
         if not module.endswith(".py"):
             return importlib.import_module(module)
-        spec = importlib.util.spec_from_file_location(Path(module).stem, module)
-        if spec is None or spec.loader is None or not Path(module).is_file():
+        if not Path(module).is_file():
             raise ValueError(f"there is no file {module!r}.")
-        namespace = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(namespace)
+        return _run_file(Path(module).resolve())
     except SyntaxError as error:
         raise ValueError(f"{error.filename}, line {error.lineno} is no Python: {error.msg}.") from None
+
+
+# A file may be named twice, for its schedules and for its model; a second run would register its schedules again.
+@cache
+def _run_file(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    namespace = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(namespace)
     return namespace
 
 
@@ -177,6 +185,14 @@ def function(text: str) -> Callable[[], Any]:
     if not callable(loaded):
         raise ValueError(f"there is no function {name!r} in {module}.")
     return loaded
+
+
+def numbers(text: str) -> list[int]:
+    """Parse whole numbers, as in 8/16/32."""
+    try:
+        return [check_whole_number("each number", int(part)) for part in text.split("/")]
+    except ValueError:
+        raise ValueError(f"several numbers read 8/16/32, found {text!r}.") from None
 
 
 class Bytes(float):
@@ -308,6 +324,7 @@ Shard = Annotated[
     ),
 ]
 Replicated = Annotated[bool, typer.Option("--replicated", help="A table may put a stage on several ranks.")]
+Counts = Annotated[Any, parsed_by(numbers, "--microbatches", "-m", metavar="LIST", help="Numbers to try: 8/16/32.")]
 OfModel = Annotated[
     Any,
     parsed_by(
@@ -337,17 +354,30 @@ Style = Annotated[
 
 def call_model(function: Callable[[], Any]) -> tuple[Model, Any, Any, Any]:
     """Call the function of --model; return (model, params, batch, state), the state None if there is none."""
-    # This imports torch, without which other commands start.
-    from fpipe.model import require_model
+    return checked_model(call_with_sizes(function))
 
+
+def call_with_sizes(function: Callable[..., Any], **sizes: int) -> Any:
+    """Call the function of --model with the sizes for which it has parameters."""
+    arguments: dict[str, int] = {}
     try:
-        inspect.signature(function).bind()
+        signature = inspect.signature(function)
+        arguments = {name: sizes[name] for name in signature.parameters if name in sizes}
+        signature.bind(**arguments)
     except TypeError as error:
-        raise ValueError(f"--model is a function without arguments: {error}.") from None
+        kind = f"of {', '.join(sizes)} or some of them" if sizes else "without arguments"
+        raise ValueError(f"--model is a function {kind}: {error}.") from None
     except ValueError:
         # A function of a C extension need not have a signature.
         pass
-    returned: Any = function()
+    return function(**arguments)
+
+
+def checked_model(returned: Any) -> tuple[Model, Any, Any, Any]:
+    """Return (model, params, batch, state) if a function of --model has returned that, or all but the state."""
+    # This imports torch, without which other commands start.
+    from fpipe.model import require_model
+
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(
             f"--model returns (model, params, batch) or (model, params, batch, state), found {returned!r:.80}."

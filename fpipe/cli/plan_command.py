@@ -16,14 +16,6 @@ from fpipe.planning.plan_run import plan_run
 from fpipe.timing.cluster import Cluster
 
 
-def numbers(text: str) -> list[int]:
-    """Parse whole numbers, as in 8/16/32."""
-    try:
-        return [int(part) for part in text.split("/")]
-    except ValueError:
-        raise ValueError(f"several numbers read 8/16/32, found {text!r}.") from None
-
-
 def costs_of_rows(text: str) -> tuple[int | None, TypedCosts]:
     """Parse costs, with the rows of their microbatch before a colon: 8:F=1,B=1,W=1."""
     rows, colon, costs = text.rpartition(":")
@@ -37,7 +29,9 @@ Names = Annotated[
     parsed_by(options.schedule_name, metavar="NAME", help="Schedules, with options behind a colon; none: all."),
 ]
 Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks.")]
-Counts = Annotated[Any, parsed_by(numbers, "--microbatches", "-m", metavar="LIST", help="Numbers to try: 8/16/32.")]
+Counts = Annotated[
+    Any, parsed_by(options.numbers, "--microbatches", "-m", metavar="LIST", help="Numbers to try: 8/16/32.")
+]
 Costs = Annotated[
     list[Any] | None,
     parsed_by(
@@ -65,7 +59,10 @@ Replicas = Annotated[
 ]
 Search = Annotated[float, typer.Option("--search", min=0, metavar="SECONDS", help="Search a schedule, too.")]
 Profiled = Annotated[
-    Any, parsed_by(numbers, "--profiled", metavar="LIST", help="Measure a model at these; interpolate between them.")
+    Any,
+    parsed_by(
+        options.numbers, "--profiled", metavar="LIST", help="Measure a model at these; interpolate between them."
+    ),
 ]
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often each op is timed.")]
 Flops = Annotated[
@@ -102,7 +99,7 @@ class TypedMachine:
 class TypedCandidates:
     """The fields of `Candidates`, but for schedules, which are arguments."""
 
-    microbatches: Counts = "8"
+    microbatches: options.Counts = "8"
     checkpoint: Policies = None
     shard: options.Shard = None
     search: Search = 0

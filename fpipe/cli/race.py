@@ -1,433 +1,311 @@
-"""Race runtimes against each other: ms, tokens and kernels of a step, in processes that may fail.
-
-A row alternates its step with the eager loop, so that a slow moment of the machine hits both. Rows run in a process of
-their own, since an illegal access to memory or a kill takes all that follows in its process.
-"""
+"""Race schedules on processes of this machine, for the table and the figure of a paper."""
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
+import csv
 import os
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import takewhile
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from datetime import timedelta
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
+import typer
 
-from fpipe.cli.race_nets import MICROBATCHES, NETS, STAGES, Net, small
-from fpipe.cli.racers import LEARNING_RATE, RACERS, Case, Racer, Step, eager_step
+from fpipe.cli import options
+from fpipe.cli.output import progress, table
+from fpipe.cli.sweep import Sweep, read_entrants
+from fpipe.pictures.dots import DotPair, DotRow, draw_dots
+from fpipe.pictures.plot import plot, write_drawing
+from fpipe.pictures.style import PLAIN
 
-ROW_SECONDS = 180.0
-"""The longest that a row may take, with what it compiles."""
-_COMPARED_STEPS = 4
-# Dense bfloat16 FLOP/s that the vendor gives, by a part of the device's name; the first that fits.
-PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-}
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from fpipe.cli.measure import RaceRow
+
+STEP_SECONDS = 300
+"""The longest that a rank waits for another before it gives up."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """The measurements of one racer on one net, None for a number that the device does not give.
+def _picture(text: str) -> Path:
+    if Path(text).suffix not in (".svg", ".png", ".pdf", ".html", ".json"):
+        raise ValueError(f"--timelines writes .svg, .png, .pdf, .html or .json, found {text!r}.")
+    return Path(text)
 
-    Attributes:
-        net, racer, has_update: who raced on what.
-        ms, eager_ms: the shortest step, and that of the eager loop between its rounds.
-        host_us: microseconds until the call returns, for each F and B of the schedule.
-        kernel_ms, kernels: the time of kernels, copies and fills alone, and how many they are.
-        peak_mib: what the step reserves of the device's memory beside the net and the batch.
-        bits: how far its gradients or parameters are from those of the eager loop.
-        tokens, flops: those of a step.
-        device: the name of the device.
-        reason: why nothing was measured.
+
+def _caps(text: str) -> list[float]:
+    try:
+        caps = [float(part) for part in text.split("/")]
+    except ValueError:
+        caps = []
+    if not caps or not all(0 < cap < float("inf") for cap in caps):
+        raise ValueError(f"memory caps are microbatches that a rank may hold, 2/4, found {text!r}.")
+    return caps
+
+
+Entrants = Annotated[
+    list[Any],
+    options.parsed_by(
+        read_entrants,
+        metavar="NAME|FILE.py...",
+        help="Schedules, with options behind a colon; files that register some; torch:1F1B and others of torch's.",
+    ),
+]
+Ranks = Annotated[
+    int | None, typer.Option("--ranks", "-p", min=1, help="Processes; by default 2, or those that torchrun started.")
+]
+Lengths = Annotated[
+    Any, options.parsed_by(options.numbers, "--length", metavar="LIST", help="Tokens of a row to try: 64/128.")
+]
+Caps = Annotated[
+    Any,
+    options.parsed_by(
+        _caps,
+        "--memory-cap",
+        metavar="LIST",
+        help="Microbatches that a rank may hold, to try: 2/4. Schedules with a memory_cap or cap get it; others must "
+        "stay below it.",
+    ),
+]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each schedule is timed.")]
+OfModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="A function of any of stages, microbatches and length. It returns (nn.Sequential, loss, batch), which "
+        "torch's classes run too; or as elsewhere (model, params, batch).",
+    ),
+]
+Width = Annotated[int, typer.Option(min=4, help="Of the GPT that runs without --model.")]
+Rows = Annotated[int, typer.Option(min=1, help="Of its microbatches.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", metavar="FOLDER", help="Write race.csv, race.md and the figure race.svg, with matplotlib .pdf."
+    ),
+]
+Timelines = Annotated[
+    Path | None,
+    options.parsed_by(
+        _picture, "--timelines", metavar="FILE", help="Draw simulated and measured on one time axis, of one setting."
+    ),
+]
+
+
+def race(
+    typed: typer.Context,
+    entrants: Entrants,
+    ranks: Ranks = None,
+    microbatches: options.Counts = "8",
+    length: Lengths = "64",
+    memory_cap: Caps = None,
+    rounds: Rounds = 10,
+    model: OfModel = None,
+    width: Width = 64,
+    rows: Rows = 2,
+    output: Output = None,
+    timelines: Timelines = None,
+) -> None:
+    """Race schedules on processes, simulated beside measured, for a paper.
+
+    Starts a process for each rank (gloo, on the CPU), or joins those of torchrun.
+    In each setting 1F1B is profiled once, and its costs predict every schedule.
+    Then all run in turn, round after round, on blocks of a GPT or a --model.
+
+    \b
+    ms         the median step of the slowest rank; least: the shortest
+    tokens/s   of the median step, and of the simulated one
+    off        how far the simulated time is from the median
+    bubble     idle share, measured and simulated; torch's runtime tells none
+    MiB        the most that a rank holds, measured and predicted
+    \b
+    Examples:
+      python -m fpipe race one_f_one_b zb_h1 torch:1F1B --ranks 2 --rounds 3
+      python -m fpipe race mine.py zb_auto -m 8/16 --length 64/128 --memory-cap 2/4 --output results
+      torchrun --standalone --nproc-per-node 2 -m fpipe race zbv --model mine.py:step
     """
-
-    net: str
-    racer: str
-    has_update: bool
-    ms: float | None = None
-    eager_ms: float | None = None
-    host_us: float | None = None
-    kernel_ms: float | None = None
-    kernels: int | None = None
-    peak_mib: float | None = None
-    bits: str = "-"
-    tokens: int = 0
-    flops: float = 0.0
-    device: str = ""
-    reason: str = ""
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens that a step trains on in a second."""
-        return None if self.ms is None else self.tokens / self.ms * 1e3
-
-    @property
-    def tflops(self) -> float | None:
-        """TFLOP/s of the model's products."""
-        return None if self.ms is None else self.flops / self.ms / 1e9
-
-    @property
-    def mfu(self) -> float | None:
-        """The share of the device's peak."""
-        peak = peak_of(self.device)
-        return None if self.tflops is None or peak is None else self.tflops * 1e12 / peak
-
-
-def peak_of(device: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a device by its name, None for an unknown one.
-
-    >>> peak_of("NVIDIA H100 80GB HBM3")
-    989000000000000.0
-    """
-    return next((peak for part, peak in PEAKS.items() if part in device), None)
+    if model is not None:
+        if any(options.is_typed(typed, option) for option in ("width", "rows")):
+            raise typer.BadParameter("--width and --rows are of the layers that run without --model.", ctx=typed)
+        options.function(model)
+    settings = len(microbatches) * len(length) * len(memory_cap or [0])
+    if timelines is not None and settings > 1:
+        raise typer.BadParameter(f"--timelines draws one setting, found {settings}.", ctx=typed)
+    for path in (timelines, output):
+        if path is not None and not path.parent.is_dir():
+            raise FileNotFoundError(f"{str(path.parent)!r} is not a folder: create it first.")
+    names = [name for entrant in entrants for name in entrant.names]
+    sweep = Sweep(names, microbatches, length, memory_cap or [None], rounds, model, width, rows)
+    imports = typed.parent.params.get("imports") if typed.parent else None
+    modules = [*(imports or ()), *(entrant.file for entrant in entrants if entrant.file)]
+    # The rows of a setting are printed and written at once, so that a run that is killed leaves what it has measured.
+    race_rows: list[RaceRow] = []
+    is_first_rank = int(os.environ.get("RANK", "0")) == 0
+    with progress("race", is_shown=is_first_rank) as bar:
+        for setting_rows in _race_on_ranks(sweep, modules, ranks, bar):
+            race_rows += setting_rows
+            _print_rows(setting_rows)
+            if output is not None:
+                write_files(output, race_rows)
+    if race_rows and all(row.reason for row in race_rows):
+        raise typer.Exit(1)
+    if race_rows and output is not None:
+        print(f"wrote {output / 'race.csv'}, race.md and race.svg")
+    if race_rows and timelines is not None:
+        drawn = {
+            f"{row.schedule}, {kind}": timeline
+            for row in race_rows
+            for kind, timeline in (("simulated", row.simulated), ("measured", row.measured))
+            if timeline is not None
+        }
+        print(f"wrote {plot(*drawn.values(), file=timelines, names=[*drawn])}")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A row to measure."""
+def _race_on_ranks(
+    sweep: Sweep, modules: Sequence[str], ranks: int | None, bar: Callable[..., None]
+) -> Generator[list[RaceRow]]:
+    """Yield the rows of each setting; in processes of torchrun on the first rank alone."""
+    # These import torch, without which other commands start.
+    from fpipe.cli.measure import race as measure_sweep
+    from fpipe.cli.race_runtimes import start_workers
 
-    net: str
-    racer: int
-    has_update: bool
+    def show(completed: int, total: int, task: str) -> None:
+        bar(completed=completed, total=total, description=task)
 
-    @property
-    def ranks(self) -> int:
-        """The processes that it runs in."""
-        return RACERS[self.racer].ranks
+    if "WORLD_SIZE" in os.environ:
+        import torch.distributed as dist
 
-
-@dataclass(frozen=True)
-class Setting:
-    """The kind of device of a race, whether nets are small, and the rounds of a row."""
-
-    device: str
-    is_quick: bool
-    rounds: int
-
-    def net(self, name: str) -> Net:
-        """Return the net of that name."""
-        return small(NETS[name]) if self.is_quick else NETS[name]
-
-    def empty_row(self, job: Job, reason: str = "") -> Row:
-        """Return the row of a job without numbers."""
-        net, racer = self.net(job.net), RACERS[job.racer]
-        return Row(net.title, racer.name, job.has_update, tokens=net.tokens, flops=net.flops(), reason=reason)
-
-
-def jobs_of(nets: Sequence[str], against: Sequence[str]) -> list[Job]:
-    """Return the rows of these nets, without updates first."""
-    racers = [(index, racer) for index, racer in enumerate(RACERS) if racer.against in ("fpipe", *against)]
-    updates = [
-        (index, has_update) for has_update in (False, True) for index, racer in racers if racer.updates >= has_update
-    ]
-    return [Job(net, index, has_update) for net in nets for index, has_update in updates]
-
-
-def race(jobs: Sequence[Job], setting: Setting, budget: float, row_seconds: float = ROW_SECONDS) -> Generator[Row]:
-    """Yield the row of each job, with the reason where it could not run.
-
-    Args:
-        jobs: what to measure, the most important first.
-        setting: how.
-        budget: seconds after which no row starts, and the one that runs is ended.
-        row_seconds: the longest that a row may take.
-    """
-    deadline, pending = time.monotonic() + budget, [*jobs]
-    while pending:
-        if time.monotonic() >= deadline:
-            yield setting.empty_row(pending.pop(0), f"left out: the {budget:.0f} s of the budget were over.")
-            continue
-        ranks = pending[0].ranks
-        group = [*takewhile(lambda job, ranks=ranks: job.ranks == ranks, pending)]
-        with _workers(group, setting, ranks) as receive:
-            for job in group:
-                seconds = min(row_seconds, deadline - time.monotonic())
-                answer = receive(seconds)
-                pending.pop(0)
-                row, is_over = (setting.empty_row(job, answer), True) if isinstance(answer, str) else answer
-                yield row
-                if is_over:
-                    break
-
-
-@contextmanager
-def _workers(jobs: Sequence[Job], setting: Setting, ranks: int) -> Generator[Callable[[float], tuple[Row, bool] | str]]:
-    """Start the processes of some rows; yield a function that waits for the next row, or returns why none comes.
-
-    With the row it returns whether its process has ended.
-    """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"file://{folder}/group"
-        arguments = [(rank, ranks, address, jobs, setting, sender) for rank in range(ranks)]
-        processes = [context.Process(target=_work, args=arguments[rank], daemon=True) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        # With the parent's own end closed, the end of the processes that write is the end of the pipe.
-        sender.close()
-
-        def receive(seconds: float) -> tuple[Row, bool] | str:
-            ready = wait([receiver, *(process.sentinel for process in processes)], seconds)
-            if receiver in ready:
-                try:
-                    return receiver.recv()
-                except EOFError:
-                    pass
-            elif not ready:
-                return f"ended after {seconds:.0f} s."
-            # Python takes seconds to end a process that has loaded torch, after its end of the pipe is closed.
-            for process in processes:
-                process.join(10)
-            codes = [process.exitcode for process in processes if process.exitcode]
-            return f"its process ended with exit code {codes[0] if codes else 0}."
-
+        dist.init_process_group("gloo")
         try:
-            yield receive
+            if ranks not in (None, dist.get_world_size()):
+                raise ValueError(f"torchrun started {dist.get_world_size()} processes, and --ranks says {ranks}.")
+            for rows in measure_sweep(sweep, show):
+                if dist.get_rank() == 0:
+                    yield rows
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
-            receiver.close()
-
-
-def _work(rank: int, ranks: int, address: str, jobs: Sequence[Job], setting: Setting, sender: Connection) -> None:
-    """Measure rows in this process, and send them from rank 0, or from the rank that fails, which ends its process."""
-    warnings.simplefilter("ignore")
-    if setting.device == "cuda":
-        # cuBLAS gives the same bits in each run with a workspace of a fixed size, which is read when it starts.
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        if ranks > torch.cuda.device_count():
-            # NCCL refuses two ranks on one device of one host; on two, as it believes, it goes over sockets.
-            os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo"}
-    else:
-        # As many threads as on the smallest machine: what differs between runtimes is not how they share cores.
-        torch.set_num_threads(1)
-    if ranks > 1:
-        backend = "nccl" if setting.device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=address, rank=rank, world_size=ranks)
-    bench: Bench | None = None
-    for job in jobs:
-        try:
-            if ranks > 1:
-                row = measure_on_ranks(job, setting)
+            dist.destroy_process_group()
+        return
+    with start_workers(_work, ranks or 2, sweep, modules) as receive:
+        while (message := receive()) is not None:
+            if isinstance(message, str):
+                raise ValueError(f"a rank ended before its race: {message}")
+            if isinstance(message, Exception):
+                raise message
+            if isinstance(message, tuple):
+                show(*message)
             else:
-                bench = bench if bench is not None and bench.name == job.net else Bench(job.net, setting)
-                row = bench.measure(job)
-        # What the user, torch or CUDA refuses is the row's reason; nothing else is lost.
-        except Exception as error:
-            row = setting.empty_row(job, first_line(error))
-            # Memory of a failed step may stay, and a CUDA error is every later call's.
-            is_over = ranks > 1 or not isinstance(error, ValueError | TypeError)
-        else:
-            is_over = False
-        if rank == 0 or is_over:
-            sender.send((row, is_over))
-        if is_over:
-            return
+                yield message
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error, with its type if that is no plain refusal."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-    return text if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {text}"
+def _work(rank: int, ranks: int, address: str, sweep: Sweep, modules: Sequence[str], sender: Connection) -> None:
+    """Race on one rank; the first sends progress as tuples, rows as lists, then None or an error."""
+    import torch
+    import torch.distributed as dist
 
+    from fpipe.cli.measure import race as measure_sweep
 
-class Bench:
-    """A net on one device, with the eager loop that its rows alternate with."""
+    def show(*progress: object) -> None:
+        if rank == 0:
+            sender.send(progress)
 
-    def __init__(self, name: str, setting: Setting) -> None:
-        self.name, self.setting, device = name, setting, torch.device(setting.device)
-        net, batch = setting.net(name).make(device)
-        self.case = Case(net, batch, torch.bfloat16 if setting.device == "cuda" else None)
-        self.first_values = [parameter.detach().clone() for parameter in net.parameters()]
-        self.eager = eager_step(self.case, has_update=False)
-        self.references: dict[tuple[bool, bool], dict[str, Tensor]] = {}
-
-    def measure(self, job: Job) -> Row:
-        """Measure one row."""
-        racer = RACERS[job.racer]
-        # 1) Compare bits, with algorithms that are deterministic: those of a GPU are slower, so another step is timed.
-        step = racer.step(self.case, job.has_update) if self.setting.device == "cpu" else None
-        try:
-            bits = self._compare_bits(racer, job.has_update, step)
-        except RuntimeError as error:
-            if "deterministic" not in str(error):
-                raise
-            bits = "no deterministic kernels"
-        self._restore()
-        start_bytes = _reserved(self.setting.device)
-        step = step or racer.step(self.case, job.has_update)
-        results = step()
-        for _ in range(2):
-            self.eager()
-            results = step()
-        # Compiled code is compared as it is timed: under other settings of torch it would compile again.
-        if not racer.bits and not job.has_update:
-            bits = _difference(results, self._reference(has_update=False, capturable=False))
-        del results
-        # 2) Alternate with the eager loop.
-        times, eager_times = list[tuple[float, float]](), list[float]()
-        for _ in range(self.setting.rounds):
-            times.append(_time(step, self.setting.device))
-            eager_times.append(_time(self.eager, self.setting.device)[1])
-        row = replace(
-            self.setting.empty_row(job),
-            ms=1e3 * min(total for _, total in times),
-            eager_ms=1e3 * min(eager_times),
-            host_us=1e6 * min(host for host, _ in times) / (2 * STAGES * MICROBATCHES),
-            bits=bits,
-            device=device_name(self.setting.device),
-        )
-        # 3) Kernels and memory, of a device that counts them.
-        if self.setting.device == "cuda":
-            kernel_ms, kernels = measure_kernels(step)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            torch.cuda.synchronize()
-            peak_mib = (torch.cuda.max_memory_reserved() - start_bytes) / 2**20
-            row = replace(row, kernel_ms=kernel_ms, kernels=kernels, peak_mib=peak_mib)
-        self._restore()
-        return row
-
-    def _compare_bits(self, racer: Racer, has_update: bool, step: Step | None) -> str:
-        """Say how far a racer's gradients are from the eager loop's, or fpipe's parameters from torch.optim's."""
-        # Warm-ups of a capture by hand move the parameters, and the fused rule of torch.optim rounds otherwise.
-        if not racer.bits or (has_update and racer.against != "fpipe"):
-            return "-"
-        capturable = has_update and self.setting.device != "cpu" and bool(racer.options.get("graph"))
-        expected = self._reference(has_update, capturable)
-        with _deterministic(self.setting.device):
-            return _difference(self._run(step or racer.step(self.case, has_update)), expected)
-
-    def _reference(self, has_update: bool, capturable: bool) -> dict[str, Tensor]:
-        """Return the gradients of the eager loop, or the parameters that torch.optim updates without its fused rule."""
-        key = has_update, capturable
-        if key not in self.references:
-            with _deterministic(self.setting.device):
-                rule: dict[str, Any] = {"foreach": False, "capturable": capturable}
-                if capturable:  # a graph reads the rate from the device, in single precision
-                    rule["lr"] = torch.tensor(LEARNING_RATE, device=self.case.device)
-                self.references[key] = self._run(eager_step(self.case, has_update, rule=rule))
-        return self.references[key]
-
-    def _run(self, step: Step) -> dict[str, Tensor]:
-        """Return the results of several steps from the first values; a graph is replayed by the last ones."""
-        self._restore()
-        for _ in range(_COMPARED_STEPS - 1):
-            step()
-        return {name: leaf.detach().clone() for name, leaf in step().items()}
-
-    def _restore(self) -> None:
-        """Give parameters their first values, and drop gradients."""
-        with torch.no_grad():
-            for parameter, value in zip(self.case.net.parameters(), self.first_values, strict=True):
-                parameter.copy_(value)
-                parameter.grad = None
-
-
-def _difference(results: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """Say whether tensors are the same, or their largest difference as a share of the largest number of a tensor."""
-    if all(torch.equal(results[name], leaf) for name, leaf in expected.items()):
-        return "the same"
-    errors = [(results[name] - leaf).abs().max() / leaf.abs().max() for name, leaf in expected.items()]
-    return f"{float(max(errors)):.0e}"
-
-
-@contextmanager
-def _deterministic(device: str) -> Generator[None]:
-    # Attention's backward on a GPU adds in the order of its blocks, unless told otherwise, and so differs by run.
-    torch.use_deterministic_algorithms(device != "cpu")
+    # Each rank would repeat the warnings of torch and fpipe.
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=ranks, timeout=timedelta(seconds=STEP_SECONDS)
+    )
+    message: Exception | None = None
     try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        for module in modules:
+            options.load_module(module)
+        for rows in measure_sweep(sweep, show):
+            if rank == 0:
+                sender.send(rows)
+    # An error of any rank reaches the first one, as a RankError or a timeout of gloo, and ends the race in a sentence.
+    except Exception as error:
+        message = error if isinstance(error, ValueError) else ValueError(f"{type(error).__name__}: {error}")
+    if rank == 0:
+        sender.send(message)
 
 
-def _reserved(device: str) -> int:
-    """Return the bytes that are reserved on the device after all caches are dropped."""
-    gc.collect()
-    if device != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
+# Tables and files of what was measured.
+
+_FORMATS = {
+    "ms": ".2f",
+    "least ms": ".2f",
+    "simulated ms": ".2f",
+    "tokens/s": ".0f",
+    "simulated tokens/s": ".0f",
+    "off": "+.1%",
+    "bubble": ".1%",
+    "simulated bubble": ".1%",
+    "MiB": ".1f",
+    "predicted MiB": ".1f",
+}
+_SETTING = {"microbatches": "m", "length": "length", "memory_cap": "cap"}
 
 
-def _time(step: Callable[[], Any], device: str) -> tuple[float, float]:
-    """Return seconds until a step returns, and until its kernels are done."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    host_seconds = time.perf_counter() - start
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return host_seconds, time.perf_counter() - start
+def _cells(rows: Sequence[RaceRow]) -> list[tuple[str, ...]]:
+    """Return a table as text, heading first; a size that all rows share is left out."""
+    sizes = {name: heading for name, heading in _SETTING.items() if len({getattr(row, name) for row in rows}) > 1}
+    lines: list[tuple[str, ...]] = [("schedule", *sizes.values(), *_FORMATS)]
+    for row in rows:
+        if not row.reason:
+            numbers = row.numbers()
+            values = [(numbers[name], form) for name, form in _FORMATS.items()]
+            texts = ("-" if value is None else format(value, form) for value, form in values)
+            lines.append((row.schedule, *(f"{getattr(row, name):g}" for name in sizes), *texts))
+    return lines
 
 
-def measure_kernels(step: Step) -> tuple[float, int]:
-    """Return the milliseconds of kernels, copies and fills of a step on a CUDA device, and how many they are."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        step()
-        torch.cuda.synchronize()
-    # Ranges, fpipe's too, are events of the device as well, and last from their first kernel to their last.
-    events: Any = profiled.events()
-    on_device = [event for event in events if event.device_type.name == "CUDA"]
-    kernels = [event for event in on_device if not getattr(event, "is_user_annotation", event.name[:6] == "fpipe ")]
-    return sum(event.time_range.elapsed_us() for event in kernels) / 1e3, len(kernels)
+def _describe_setting(row: RaceRow) -> str:
+    return f"{row.microbatches} microbatches, length {row.length}"
 
 
-def measure_on_ranks(job: Job, setting: Setting) -> Row:
-    """Measure a row on all ranks of the default group, two replicas; the slowest rank counts."""
-    mesh = init_device_mesh(setting.device, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "pp"))
-    net, batch = setting.net(job.net).make(torch.device(setting.device))
-    start_bytes = _reserved(setting.device)
-    if setting.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    case = Case(net, batch, torch.bfloat16 if setting.device == "cuda" else None, mesh)
-    step = RACERS[job.racer].step(case, job.has_update)
-    times = list[float]()
-    for number in range(3 + setting.rounds):
-        dist.barrier()
-        seconds = torch.tensor(_time(step, setting.device)[1], device=setting.device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        times += [float(seconds)] if number >= 3 else []
-    row = replace(setting.empty_row(job), ms=1e3 * min(times), device=device_name(setting.device))
-    if setting.device != "cuda":
-        return row
-    peak = torch.tensor(torch.cuda.max_memory_reserved() - start_bytes, device="cuda")
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return replace(row, peak_mib=float(peak) / 2**20)
+def _name(row: RaceRow) -> str:
+    return row.schedule if row.memory_cap is None else f"{row.schedule}, cap {row.memory_cap:g}"
 
 
-def device_name(device: str) -> str:
-    """Return the name of the GPU, or of the processor with the number of its cores."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
-    except OSError:
-        model = "CPU"
-    return f"{model}, {os.cpu_count()} cores"
+def _print_rows(rows: Sequence[RaceRow]) -> None:
+    print(_describe_setting(rows[0]))
+    heading, *lines = _cells(rows)
+    if lines:
+        table(heading, lines)
+    for row in rows:
+        if row.reason:
+            print(f"{_name(row)}: {row.reason}")
+
+
+def write_files(folder: Path, rows: Sequence[RaceRow]) -> None:
+    """Write the rows as race.csv, with all digits, as race.md, and as the figure race.svg or .pdf."""
+    from fpipe.cli.race_report import headline
+    from fpipe.cli.race_runtimes import device_name
+
+    folder.mkdir(exist_ok=True)
+    with (folder / "race.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["schedule", *_SETTING, *_FORMATS, "reason"], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            sizes = {name: getattr(row, name) for name in ("schedule", *_SETTING, "reason")}
+            writer.writerow(sizes | row.numbers())
+    heading, *lines = _cells(rows)
+    rule = ("---", *["---:"] * (len(heading) - 1))
+    markdown = [f"| {' | '.join(line)} |" for line in (heading, rule, *lines)]
+    title = headline([device_name("cpu")])
+    (folder / "race.md").write_text("\n".join([title, "", *markdown, ""]), encoding="utf-8")
+    pairs = [("simulated tokens/s", "tokens/s"), ("simulated bubble", "bubble"), ("predicted MiB", "MiB")]
+    dots: list[DotRow] = []
+    for setting, group in groupby((row for row in rows if not row.reason), _describe_setting):
+        dots.append(DotRow(setting))
+        for row in group:
+            numbers = row.numbers()
+            dots.append(DotRow(_name(row), [DotPair(numbers[a], numbers[b]) for a, b in pairs]))
+    if dots:
+        drawing = draw_dots(["tokens/s", "bubble", "MiB of a rank"], dots, PLAIN)
+        write_drawing(folder / "race.svg", drawing, title)
+        if find_spec("matplotlib"):
+            write_drawing(folder / "race.pdf", drawing, title)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from html import escape
@@ -14,21 +14,31 @@ from pathlib import Path
 
 import torch
 
-from fpipe.cli.race import Row
+from fpipe.cli.race_runtimes import Row
 from fpipe.timing.amounts import align_columns
 
 COLUMNS = ("runtime", "ms", "of eager", "tokens/s", "TFLOP/s", "MFU", "kernels", "number", "us an op", "MiB", "bits")
 
 
-def describe(rows: Sequence[Row]) -> dict[str, str]:
+def describe(devices: Iterable[str]) -> dict[str, str]:
     """Return hardware, versions and the date of a race."""
     return {
-        "hardware": " and ".join(dict.fromkeys(row.device for row in rows if row.device)),
+        "hardware": " and ".join(dict.fromkeys(filter(None, devices))),
         "fpipe": _version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def headline(devices: Iterable[str]) -> str:
+    """Return hardware, versions and the date of a race in a line.
+
+    >>> headline(["CPU, 2 cores"]).partition(" fpipe")[0]
+    'CPU, 2 cores;'
+    """
+    facts = describe(devices)
+    return f"{facts['hardware']}; fpipe {facts['fpipe']}, torch {facts['torch']}, {facts['date']}"
 
 
 def _version() -> str:
@@ -41,8 +51,7 @@ def _version() -> str:
 
 def as_text(rows: Sequence[Row]) -> str:
     """Return a table for each net; below it the rows that could not run, with the reason."""
-    facts = describe(rows)
-    lines = [f"{facts['hardware']}; fpipe {facts['fpipe']}, torch {facts['torch']}, {facts['date']}"]
+    lines = [headline(row.device for row in rows)]
     for net, net_rows in groupby(rows, lambda row: row.net):
         measured: list[tuple[str, ...]] = []
         names_by_reason: dict[str, list[str]] = {}
@@ -90,5 +99,7 @@ def write_json(file: Path, rows: Sequence[Row]) -> None:
     lines = [asdict(row) | {name: getattr(row, name) for name in derived} for row in rows]
     # A rename is atomic, so that a run that is killed leaves the rows before.
     partial_file = file.with_name(f"{file.name}.part")
-    partial_file.write_text(json.dumps(describe(rows) | {"rows": lines}, indent=1), encoding="utf-8")
+    partial_file.write_text(
+        json.dumps(describe(row.device for row in rows) | {"rows": lines}, indent=1), encoding="utf-8"
+    )
     partial_file.replace(file)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from fpipe.pictures.box_labels import draw_swatches
-from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Text, clock, ticks
+from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Text, clock, draw_dot, ticks
 from fpipe.pictures.style import FILLS, Style
 from fpipe.planning.run_plan import PlanRow, RunPlan
 from fpipe.timing.amounts import byte_unit, format_amount
@@ -116,8 +116,4 @@ def _draw_point(x: float, y: float, size: float, row: PlanRow, plan: RunPlan) ->
     if row.schedule == "found":
         size *= 1.3
         return Area(((x, y + size), (x + size, y), (x, y - size), (x - size, y)), paint, title)
-    # A dot is a regular octagon: its half side is tan(22.5 degrees) = 0.41 of its inner radius.
-    half = size * 0.41
-    octagon = ((half, size), (size, half), (size, -half), (half, -size))
-    corners = octagon + tuple((-dx, -dy) for dx, dy in octagon)
-    return Area(tuple((x + dx, y + dy) for dx, dy in corners), paint, title)
+    return draw_dot(x, y, size, paint, title)

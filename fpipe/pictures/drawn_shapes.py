@@ -77,6 +77,14 @@ def arrow_head(line: Line) -> list[tuple[tuple[float, float], ...]]:
     return [((x1 + dx * 4 + sign * dy * 2.4, y1 + dy * 4 - sign * dx * 2.4), (x1, y1)) for sign in (-1, 1)]
 
 
+def draw_dot(x: float, y: float, size: float, paint: str, title: str = "") -> Area:
+    """Draw a dot as a regular octagon, whose half side is tan(22.5 degrees) = 0.41 of its inner radius."""
+    half = size * 0.41
+    octagon = ((half, size), (size, half), (size, -half), (half, -size))
+    corners = octagon + tuple((-dx, -dy) for dx, dy in octagon)
+    return Area(tuple((x + dx, y + dy) for dx, dy in corners), paint, title)
+
+
 class Clock(NamedTuple):
     """A unit of time for a picture, and how many of it are a second."""
 

@@ -139,11 +139,18 @@ def _write_file(file: Path, subject: RunPlan | Sequence[Panel], width: float | N
     else:
         is_chart = isinstance(subject, RunPlan)
         drawing = draw_chart(subject, width, style) if is_chart else lay_out(subject, width, style)
-        title = str(subject) if is_chart else _captions(subject)
-        is_svg = ending == ".svg"
-        picture = _svg_document(drawing, title, style) if is_svg else render_raster(drawing, style, ending[1:])
-    file.write_bytes(picture.encode() if isinstance(picture, str) else picture)
+        write_drawing(file, drawing, str(subject) if is_chart else _captions(subject), style)
+        return str(file)
+    file.write_text(picture, encoding="utf-8")
     return str(file)
+
+
+def write_drawing(file: Path, drawing: Drawing, title: str, style: Style = PLAIN) -> None:
+    """Write a drawing as .svg, with a title for browsers, .png or .pdf."""
+    is_svg = file.suffix == ".svg"
+    file.write_bytes(
+        _svg_document(drawing, title, style).encode() if is_svg else render_raster(drawing, style, file.suffix[1:])
+    )
 
 
 def _captions(panels: Sequence[Panel]) -> str:
