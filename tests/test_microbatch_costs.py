@@ -74,8 +74,18 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fpipe.fit_lengths({2: fpipe.Costs([1, 2]), 4: fpipe.Costs([1, 2, 3])}),
         "profile the same stages at all lengths",
     ),
-    "plan": (lambda: fpipe.plan(fpipe.Costs(forward=[[1, 2], [1, 2]]), 2), "plan takes one cost a stage"),
+    "plan": (
+        lambda: fpipe.plan(fpipe.Costs(forward=lambda stage, microbatch: 1.0), 2, stages=4),
+        "forward is a function: list its seconds",
+    ),
 }
+
+
+def test_a_plan_groups_stages_by_their_means_over_microbatches():
+    forward = [[1, 3, 8], [2, 2, 2], [5, 1, 0], [1, 1, 1]]
+    means = fpipe.Costs(forward=[4, 2, 2, 1], backward=[8, 4, 4, 2])
+    listed = fpipe.Costs(forward=forward, backward=[[2 * seconds for seconds in row] for row in forward])
+    assert fpipe.plan(listed, 2) == fpipe.plan(means, 2)
 
 
 @pytest.mark.parametrize("mistake", WRONG)

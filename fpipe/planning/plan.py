@@ -19,7 +19,6 @@ from fpipe.limits import check_whole_number
 from fpipe.program import Op
 from fpipe.timing.balance import balance, scale_to_integers
 from fpipe.timing.costs import Costs
-from fpipe.timing.lengths import require_equal_microbatches
 
 RunMode = Literal["fused", "train", "infer"]
 Groups = list[range]
@@ -72,7 +71,8 @@ def plan(
     """Group the layers of a model, or of several models that run in a row; each layer is a stage.
 
     Args:
-        costs: of each stage, as `fpipe.profile` measures them; a list for several models.
+        costs: of each stage, as `fpipe.profile` measures them; a list for several models. Of costs
+            `[stage][microbatch]` the mean over microbatches counts.
         ranks: how many take the groups in turn.
         run: "fused": the first backward group runs forward and backward together and recomputes nothing, of several
             models that of the last one. "train": all go forward, then all are recomputed and go backward. "infer": all
@@ -145,7 +145,7 @@ def _make_layers(costs: Costs, stages: Any, run: RunMode, memory: Any, limit: fl
         check_whole_number("stages", stages)
     if memory is not None and (not isinstance(memory, Collection) or isinstance(memory, str)):
         raise TypeError(f"memory lists the bytes of each stage, found {memory!r}.")
-    require_equal_microbatches(costs, "plan")
+    costs = costs.mean_microbatch()
     lengths = {len(row) for row in vars(costs).values() if isinstance(row, Sequence) and not isinstance(row, str)}
     lengths |= set() if stages is None else {stages}
     if len(lengths) != 1 or 0 in lengths:

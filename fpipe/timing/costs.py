@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from inspect import Signature, signature
 from typing import Any, Literal
 
@@ -204,6 +204,24 @@ class Costs:
         """Whether some ops of one kind and stage may take longer than others."""
         costs_of_kinds = (getattr(self, field_name) for field_name in _PER_STAGE_FIELDS)
         return any(callable(costs) or any(map(is_row, numbers_of_stages(costs))) for costs in costs_of_kinds)
+
+    def mean_microbatch(self) -> Costs:
+        """Return the costs of the mean microbatch, for a choice among groups of stages: a sum of means orders them.
+
+        Raises:
+            ValueError: a function of microbatches, whose number is not known.
+
+        >>> Costs(forward=[[1, 3], 4]).mean_microbatch().forward
+        [2.0, 4]
+        """
+        means = dict[str, Any]()
+        for field_name in _PER_STAGE_FIELDS if self.vary_by_microbatch else ():
+            costs = getattr(self, field_name)
+            if callable(costs):
+                raise ValueError(f"{field_name} is a function: list its seconds, [stage][microbatch], for their mean.")
+            if is_row(costs):
+                means[field_name] = [sum(row) / len(row) if is_row(row) else row for row in costs]
+        return replace(self, **means)
 
     def seconds(self, op: Op) -> float:
         """Return the seconds of an op on its lane."""

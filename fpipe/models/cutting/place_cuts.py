@@ -31,7 +31,6 @@ from fpipe.models.exporting.opaque_ops import OPAQUE, opaque_call_of
 from fpipe.program import Op
 from fpipe.timing.balance import balance
 from fpipe.timing.costs import Costs
-from fpipe.timing.lengths import require_equal_microbatches
 from fpipe.torch_private.dispatch import C10D, C10D_AUTOGRAD
 from fpipe.torch_private.fx import example_number
 from fpipe.torch_private.processes import axis_of, group_named
@@ -186,7 +185,7 @@ def _costs_by_path(costs: Mapping[str, float], blocks: Sequence[ModuleCall]) -> 
 
 def _measured_costs(costs: Costs, block_count: int) -> list[float]:
     """Return the seconds of forward and backward of each block, which was a stage when they were measured."""
-    require_equal_microbatches(costs, "from_module")
+    costs = costs.mean_microbatch()
     measured_stages = len(costs.forward) if isinstance(costs.forward, Sequence) else 1
     if measured_stages != block_count:
         raise ValueError(
