@@ -64,7 +64,7 @@ def graph_of(traces: Traces, name: str, params: Any, length: int) -> Any:
     call = StageCall(0, reads, tuple((label, spec) for label, (_, spec) in leaves.items()), autograd_leaves=("x",))
     outline = traces.outline(call)
     cotangents = {"dy": tuple(leaf._replace(wants_grad=False) for leaf in outline.avals("y"))}
-    return outline, traces.graph(call, cotangents)
+    return outline, traces.graph(call, cotangents).filled()
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -115,14 +115,20 @@ def test_new_lengths_have_the_bits_of_autograd_without_a_trace(monkeypatch: pyte
         assert bool(traced) == (count < 2)
 
 
-def test_lengths_share_their_compiled_code() -> None:
-    """Sizes stood in the text as literals, so each new length was compiled, and its code kept."""
-    step = build_step(nn.Sequential(Attention(), Scaled()))
-    miss_counts = list[int]()
+def test_lengths_share_their_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, generated, counts = build_step(nn.Sequential(Attention(), Attention())), list[str](), list[int]()
+    generate = code._generate
+
+    def generate_counted(example: Any, name: str, **options: Any) -> Any:
+        generated.append(name)
+        return generate(example, name, **options)
+
+    monkeypatch.setattr(code, "_generate", generate_counted)
     for length in (5, 8, 6, 31, 9):
         step(torch.randn(2, length, 8), torch.randn(2, length, 8))
-        miss_counts.append(code._compile_text.cache_info().misses)
-    assert miss_counts[1:] == [miss_counts[1]] * 4
+        counts.append(len(generated))
+    assert 0 < counts[0] < counts[1]
+    assert counts[1:] == [counts[1]] * 4
 
 
 def test_a_net_that_computes_its_loss_is_not_traced_at_each_length() -> None:

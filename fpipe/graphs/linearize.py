@@ -196,7 +196,7 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
         outline = traces.outline(call)
         dy = tuple(leaf._replace(wants_grad=False) if aval_wants_grad(leaf) else None for leaf in outline.avals("y"))
         all_leaves = tuple(range(len(dict(reads)["x"])))
-        graph = traces.graph(call, {"dy": dy})
+        graph = traces.graph(call, {"dy": dy}).graph
         if graph.generator_devices:
             raise Untraceable("it draws random numbers, for which only a step has a key")
         return Linearized(Cut(graph, (("dx", all_leaves),)), {**specs, **outline.specs})

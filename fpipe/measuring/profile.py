@@ -210,8 +210,8 @@ def estimate(
         except Untraceable as error:
             raise ValueError(f"the operations of this program are not known before it runs: {error}") from error
         runs_of_variant: Runs = {}
-        for op, graph in parts.items():
-            add_run(runs_of_variant, op, flops_of(graph, flops_by_call) / flops)
+        for op, part in parts.items():
+            add_run(runs_of_variant, op, flops_of(part.filled(), flops_by_call) / flops)
         runs = {**runs_of_variant, **runs}
     return Costs(**mean_seconds(program, runs, is_serial=True), bytes=sizes(halves, model, params, batch, state=state))
 

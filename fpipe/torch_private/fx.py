@@ -6,7 +6,7 @@ import importlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,18 @@ def evaluate_expression(expr: Any, value_by_symbol: dict[Any, Any]) -> Any:
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     return sympy_interp(PythonReferenceAnalysis, value_by_symbol, expr)
+
+
+def unique_symbols(symbols: Iterable[Any]) -> dict[Any, Any]:
+    """Return a new symbol for each symbol; torch gives symbols of different traces equal names (2.13)."""
+    import sympy  # pyright: ignore[reportMissingTypeStubs]
+
+    return {symbol: sympy.Dummy(symbol.name, integer=True, positive=True) for symbol in symbols}
+
+
+def rename_symbols(expr: Any, new_symbols: Mapping[Any, Any]) -> Any:
+    """Return an expression with new symbols."""
+    return expr.xreplace(new_symbols)
 
 
 def shape_env_of(size: Any) -> Any:

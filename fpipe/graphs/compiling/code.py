@@ -7,7 +7,8 @@
                                            return [mm],
 
 A function takes lists of tensors and empties them, except those of parameters. If such a list has the last reference to
-a tensor, its memory is free right after the op that reads it last, as inside autograd.
+a tensor, its memory is free right after the op that reads it last, as inside autograd. Numbers are globals of the
+function, not literals: so the code of an open graph is generated once, and each length has a function with its numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, count
 from operator import getitem
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from torch import Tensor
 
 from fpipe.graphs.language.graph import Graph, Name, Node, aval_of_tensor, fact_in_own_storage, meta_arguments
 from fpipe.graphs.language.labels import is_kept_all_step, variable_name
+from fpipe.graphs.tracing.open_sizes import SizedGraph, SizeNumbers
 from fpipe.torch_internals import OpOverload, TorchDispatchMode, op_and_overload_names, schema_arguments
 from fpipe.torch_private.dispatch import NAMESPACES, c_function_of, without_modes
+from fpipe.torch_private.fx import is_expression
 
 
 def compile_graph(graph: Graph, name: str = "run") -> Callable[..., Any]:
@@ -38,9 +41,36 @@ def compile_graph(graph: Graph, name: str = "run") -> Callable[..., Any]:
     >>> run([torch.ones(2)])
     ([tensor([2., 2.])],)
     """
-    text, object_by_name = _generate(_with_number_tensors(graph), name, spells_numbers=False)
-    exec(_compile_text(text, name), object_by_name)
-    return object_by_name[name]
+    return OpenCode(SizedGraph(graph), name).with_numbers(SizeNumbers())
+
+
+class OpenCode:
+    """The code of a graph, from which each call of other sizes gets a function with its own numbers.
+
+    Args:
+        example: the graph, with the numbers of one call.
+        name: the name of the function.
+    """
+
+    def __init__(self, example: SizedGraph, name: str) -> None:
+        graph, self._name = _with_number_tensors(example.graph), name
+        text, self._object_by_name = _generate(example._replace(graph=graph), name, spells_numbers=False)
+        exec(_compile_text(text, name), self._object_by_name)
+        self._names_by_expression = dict[Any, list[str]]()
+        for object_name, x in self._object_by_name.items():
+            if is_expression(x):
+                self._names_by_expression.setdefault(x, []).append(object_name)
+
+    def with_numbers(self, numbers: SizeNumbers) -> Callable[..., Any]:
+        """Return the function for the sizes of a call; graphs without open sizes have one function."""
+        function: Any = self._object_by_name[self._name]
+        if not self._names_by_expression:
+            return function
+        # Functions share their code: only the globals differ.
+        object_by_name = {**self._object_by_name}
+        for expression, names in self._names_by_expression.items():
+            object_by_name.update(dict.fromkeys(names, numbers(expression)))
+        return FunctionType(function.__code__, object_by_name, self._name)
 
 
 @lru_cache(maxsize=1024)
@@ -51,10 +81,11 @@ def _compile_text(text: str, name: str) -> CodeType:
 
 def source(graph: Graph, name: str = "run") -> str:
     """Return the text of a graph's function for people to read, with numbers as numbers."""
-    return _generate(graph, name, spells_numbers=True)[0]
+    return _generate(SizedGraph(graph), name, spells_numbers=True)[0]
 
 
-def _generate(graph: Graph, name: str, spells_numbers: bool) -> tuple[str, dict[str, Any]]:
+def _generate(sized_graph: SizedGraph, name: str, spells_numbers: bool) -> tuple[str, dict[str, Any]]:
+    graph = sized_graph.graph
     # `object_by_name` are the globals of the function: whatever its text names and cannot, or does not, spell.
     object_by_name: dict[str, Any] = {"torch": torch, "device": torch.device}
     variable_by_label = {label: variable_name(label) for label in graph.reads}
@@ -74,7 +105,7 @@ def _generate(graph: Graph, name: str, spells_numbers: bool) -> tuple[str, dict[
     kept_leaves = {leaf for label, leaves in graph.reads.items() if is_kept_all_step(label) for leaf in leaves}
     dying_by_node = _last_reads(graph, results | kept_leaves)
     for node, names in zip(graph.nodes, dying_by_node, strict=True):
-        line = f"    {node.name} = {_call_text(node, graph, object_by_name, spells_numbers)}"
+        line = f"    {node.name} = {_call_text(node, sized_graph, object_by_name, spells_numbers)}"
         lines.append(line + (f"; del {', '.join(names)}" if names else ""))
     object_by_name |= {str(constant): tensor for constant, tensor in graph.constants.items()}
     # 3. A tuple of lists.
@@ -136,10 +167,10 @@ def _last_reads(graph: Graph, kept_leaves: set[Name]) -> list[list[Name]]:
     return last_reads[::-1]
 
 
-def _call_text(node: Node, graph: Graph, object_by_name: dict[str, Any], spells_numbers: bool) -> str:
+def _call_text(node: Node, sized_graph: SizedGraph, object_by_name: dict[str, Any], spells_numbers: bool) -> str:
     if node.op is getitem:
         return f"{node.args[0]}[{node.args[1]}]"
-    call = _fastest_call(node, graph)
+    call = _fastest_call(sized_graph.numbers.node(node), sized_graph)
     # Overloads of an op may be different functions: aten_add, aten_add_2, and so on.
     base = f"aten_{node.op.__name__.split('.')[0]}"
     names = chain([base], (f"{base}_{k}" for k in count(2)))
@@ -173,15 +204,17 @@ def _argument_text(argument: Any, object_by_name: dict[str, Any], spells_numbers
     return name
 
 
-def _fastest_call(node: Node, graph: Graph) -> Callable[..., Any]:
+def _fastest_call(node: Node, sized_graph: SizedGraph) -> Callable[..., Any]:
     """Return a function of torch that makes just this call of an op, in about half the time of the op's object."""
     # Measured on one thread: `torch.mm` 1.2 us, `torch.ops.aten.mm.default` 2.0 us; `Tensor.t` 0.6 and 1.5 us.
-    op: Any = node.op
+    op, (graph, numbers) = node.op, sized_graph
     if not isinstance(op, OpOverload):
         return op
     keyword_keys = tuple((keyword, _overload_key(argument, graph)) for keyword, argument in node.kwargs.items())
     key = op, _overload_key(node.args, graph), keyword_keys
     if key not in _FASTEST:
+        facts = {name: numbers.fact(graph.facts[name]) for name in node.reads if name in graph.facts}
+        graph = replace(graph, facts=facts)
         _FASTEST[key] = torch.enable_grad()(op) if op in _ASK_GRAD_MODE else _find_torch_function(op, node, graph)
     return _FASTEST[key]
 

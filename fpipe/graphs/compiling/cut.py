@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fpipe.graphs.compiling.hoist import values_of_params, views_of_params
-from fpipe.graphs.language.graph import Graph, Name, Node, checks_by_direction
+from fpipe.graphs.language.graph import Graph, Name, Node, checks_by_direction, contiguous_stride
 from fpipe.graphs.language.labels import is_cotangent, is_gradient, is_parameter, is_result
 from fpipe.graphs.tracing.random_ops import random_nodes_of
 from fpipe.program import ALL_BUT
@@ -245,7 +245,7 @@ def _mask_index(node: Node, graph: Graph) -> int | None:
     # With a mask and channels-last data this op writes out of bounds (torch 2.13).
     if node.op is _GROUP_NORM:
         input_aval = graph.facts[node.args[1]].aval
-        if input_aval.stride != torch.empty(input_aval.shape, device="meta").stride():
+        if input_aval.stride != contiguous_stride(input_aval.shape):
             return None
     return len(node.args) - 1
 

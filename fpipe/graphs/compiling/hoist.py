@@ -57,8 +57,9 @@ def values_of_params(graph: Graph, residuals: Collection[Name]) -> set[Name]:
             continue
         # A view holds the storage that another op has filled: that op's sources count.
         storage_sources = sources_by_storage.setdefault(fact.storage, sources[node.name])
-        source_bytes = sum(_bytes_of(constants[name].aval) for name in storage_sources)
-        if fact.storage in free_storages or fact.bytes <= source_bytes:
+        excess_bytes = fact.bytes - sum(_bytes_of(constants[name].aval) for name in storage_sources)
+        # Of an open size nobody knows whether it is larger.
+        if fact.storage in free_storages or (isinstance(excess_bytes, int) and excess_bytes <= 0):
             values.add(node.name)
     return values
 

@@ -69,7 +69,8 @@ def fuse_statistics(graph: Graph, owned: Collection[int]) -> Graph:
         if any(not {part.name for part in parts}.isdisjoint(node.reads) for node in earlier_nodes):
             continue
         avals = [None if name is None else graph.facts[name].aval for name in (*norm.args[:3], *statistics)]
-        if not _same_bits(norm.op, tuple(avals), norm.args[7:], kernel_settings()):
+        is_open = any(aval is not None and aval.is_open for aval in avals)
+        if is_open or not _same_bits(norm.op, tuple(avals), norm.args[7:], kernel_settings()):
             continue
         norms[norm.name] = norm._replace(args=(*norm.args[:3], *memories, True, momentum, *norm.args[7:]))
         replacements |= {update.name: update.name, **{part.name: memories[part.args[1]] for part in parts}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,11 @@ class Aval(NamedTuple):
     device: torch.device
     wants_grad: bool = False
     sharding: Sharding | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a size or stride is an expression of symbols."""
+        return not all(isinstance(size, int) for size in (*self.shape, *self.stride))
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Return a tensor like this, with any data, here or on another device."""
@@ -176,6 +181,11 @@ def aval_of_tensor(tensor: Tensor) -> Aval:
     local = local_shard(tensor)
     shape, stride = tuple(map(as_expression, local.shape)), tuple(map(as_expression, local.stride()))
     return Aval(shape, stride, local.dtype, local.device, tensor.requires_grad, sharding_of(tensor))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor of this shape whose last dimension is innermost, without gaps."""
+    return tuple(accumulate(shape[:0:-1], lambda stride, size: stride * (size or 1), initial=1))[::-1]
 
 
 def fact_of_tensor(tensor: Tensor, number_by_storage: dict[int, int]) -> Fact:

@@ -3,8 +3,9 @@
     x: f32[1, 40], then f32[1, 41]    -->    trace(x: f32[1, s]), guards such as s <= 512    --> fill(s=57)    --> graph
 
 An open trace is made by the second call that differs from a first one in numbers alone. Later calls evaluate its guards
-and get the graph of their own sizes, by putting numbers in. So whatever works on graphs sees closed ones. A trace is
-opened only if it gives the first call's closed graph when it is filled with that call's sizes.
+and get a `SizedGraph`: the open graph, which they share, and numbers for its symbols. The graph is cut, and its code
+generated, with symbols. Only facts of tensors, and the numbers that code hands to ops, are filled in for each call. A
+trace is opened only if it gives the first call's closed graph when it is filled with that call's sizes.
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, Outline
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.torch_private.fx import evaluate_expression, is_expression, new_symbol, new_symbols, noted_guards, open_size
+from fpipe.torch_private.fx import (
+    evaluate_expression,
+    is_expression,
+    new_symbol,
+    new_symbols,
+    noted_guards,
+    open_size,
+    rename_symbols,
+    unique_symbols,
+)
 
 Leaves = Sequence[Any]
 Groups = tuple[tuple[str, tuple[Any, ...]], ...]
-Evaluate = Callable[[Any], Any]
 T = TypeVar("T", Graph, Outline)
 
 
@@ -127,8 +137,16 @@ class OpenSizes:
             raise Untraceable("its sizes are bound to those of another call")
         self.guards = tuple(guards)
 
-    def bind(self, layouts: Sequence[TensorLayout]) -> Evaluate | None:
-        """Return a function that evaluates expressions for a call with these layouts; None if it is not covered."""
+    def rename_symbols(self) -> _Renaming:
+        """Give these sizes symbols that no other trace has; return the renaming."""
+        symbols = {size for layout in self.layouts for size in layout.shape if is_expression(size)}
+        renaming = _Renaming(unique_symbols(symbols))
+        self.layouts = [TensorLayout(*map(renaming, layout)) for layout in self.layouts]
+        self.guards = renaming(self.guards)
+        return renaming
+
+    def bind(self, layouts: Sequence[TensorLayout]) -> SizeNumbers | None:
+        """Return the numbers of a call with these layouts; None if this trace does not cover it."""
         value_by_symbol: dict[Any, int] = {}
         for opened, layout in zip(self.layouts, layouts, strict=True):
             for size, number in zip(opened.shape, layout.shape, strict=True):
@@ -137,13 +155,13 @@ class OpenSizes:
                         return None
                 elif size != number:
                     return None
-        evaluate = _Evaluation(value_by_symbol)
+        numbers = SizeNumbers(value_by_symbol)
         strides = (
             (a, b) for x, y in zip(self.layouts, layouts, strict=True) for a, b in zip(x.stride, y.stride, strict=True)
         )
-        if any(evaluate(stride) != number for stride, number in strides) or not all(map(evaluate, self.guards)):
+        if any(numbers(stride) != number for stride, number in strides) or not all(map(numbers, self.guards)):
             return None
-        return evaluate
+        return numbers
 
 
 _CURRENT: ContextVar[OpenSizes | None] = ContextVar("open sizes", default=None)
@@ -154,52 +172,97 @@ def current_open_sizes() -> OpenSizes | None:
     return _CURRENT.get()
 
 
-class _Evaluation:
-    """Puts numbers in for the symbols in arguments of ops, each expression once."""
+class _SizeSubstitution:
+    """Puts something in for the expressions in facts, nodes and graphs, for each expression once."""
 
-    def __init__(self, value_by_symbol: Mapping[Any, int]) -> None:
-        self.value_by_symbol = {**value_by_symbol}
+    def __init__(self, substitute: Callable[[Any], Any]) -> None:
+        self.substitute = substitute
         self.value_by_expression: dict[Any, Any] = {}
 
     def __call__(self, x: Any) -> Any:
+        """Substitute in an expression, or in a list or tuple of arguments; anything else is itself."""
         if isinstance(x, list | tuple):
             return (list if isinstance(x, list) else tuple)(map(self, x))
         if not is_expression(x):
             return x
         if x not in self.value_by_expression:
-            self.value_by_expression[x] = evaluate_expression(x, self.value_by_symbol)
+            self.value_by_expression[x] = self.substitute(x)
         return self.value_by_expression[x]
 
+    def fact(self, fact: Fact) -> Fact:
+        """Substitute in the sizes and strides of a tensor."""
+        aval, storage, size, offset, lazy = fact
+        shape, stride = self(tuple(aval.shape)), self(tuple(aval.stride))
+        return Fact(aval._replace(shape=shape, stride=stride), storage, self(size), self(offset), lazy)
 
-def _fill_fact(fact: Fact, evaluate: Evaluate) -> Fact:
-    aval, storage, size, offset, lazy = fact
-    shape, stride = evaluate(tuple(aval.shape)), evaluate(tuple(aval.stride))
-    return Fact(aval._replace(shape=shape, stride=stride), storage, evaluate(size), evaluate(offset), lazy)
+    def node(self, node: Node) -> Node:
+        """Substitute in the arguments of an op."""
+        return Node(node.name, node.op, self(node.args), {name: self(x) for name, x in node.kwargs.items()})
 
+    def trace(self, traced: T) -> T:
+        """Substitute in a graph or an outline."""
+        if isinstance(traced, Outline):
+            return replace(
+                traced, reads=self._side(traced.reads), writes=self._side(traced.writes), numbers=self(traced.numbers)
+            )
+        # Storage numbers are compared within a graph only, so that filled graphs may share them.
+        facts = {name: self.fact(fact) for name, fact in traced.facts.items()}
+        writes = {label: self(leaves) for label, leaves in traced.writes.items()}
+        return replace(traced, nodes=tuple(map(self.node, traced.nodes)), facts=facts, writes=writes)
 
-def fill_graph(graph: Graph, evaluate: Evaluate) -> Graph:
-    """Return the graph with numbers in place of expressions."""
-    # Storage numbers are compared within a graph only, so that filled graphs may share them.
-    nodes = tuple(
-        Node(node.name, node.op, evaluate(node.args), {name: evaluate(x) for name, x in node.kwargs.items()})
-        for node in graph.nodes
-    )
-    facts = {name: _fill_fact(fact, evaluate) for name, fact in graph.facts.items()}
-    writes = {label: evaluate(leaves) for label, leaves in graph.writes.items()}
-    return replace(graph, nodes=nodes, facts=facts, writes=writes)
-
-
-def fill_outline(outline: Outline, evaluate: Evaluate) -> Outline:
-    """Return the outline with numbers in place of expressions."""
-
-    def fill(side: Mapping[str, Leaves]) -> dict[str, list[Any]]:
+    def _side(self, leaves_by_label: Mapping[str, Leaves]) -> dict[str, list[Any]]:
         return {
-            label: [_fill_fact(x, evaluate) if isinstance(x, Fact) else evaluate(x) for x in leaves]
-            for label, leaves in side.items()
+            label: [self.fact(x) if isinstance(x, Fact) else self(x) for x in leaves]
+            for label, leaves in leaves_by_label.items()
         }
 
-    numbers = evaluate(outline.numbers)
-    return replace(outline, reads=fill(outline.reads), writes=fill(outline.writes), numbers=numbers)
+
+class _Renaming(_SizeSubstitution):
+    """Puts new symbols in for symbols."""
+
+    def __init__(self, symbols: Mapping[Any, Any]) -> None:
+        super().__init__(partial(rename_symbols, new_symbols=symbols))
+
+
+class SizeNumbers(_SizeSubstitution):
+    """The numbers of one call for the symbols of open traces, which it puts in for them.
+
+    Those of calls with equal sizes are equal.
+    """
+
+    def __init__(self, number_by_symbol: Mapping[Any, int] | None = None) -> None:
+        self.number_by_symbol = {**(number_by_symbol or {})}
+        self._facts = dict[tuple[Graph, Name], Fact]()
+        super().__init__(partial(evaluate_expression, value_by_symbol=self.number_by_symbol))
+
+    def fact_of(self, graph: Graph, name: Name) -> Fact:
+        """Return the fact of a tensor of a graph, with numbers; microbatches of equal sizes share it."""
+        if (graph, name) not in self._facts:
+            self._facts[graph, name] = self.fact(graph.facts[name])
+        return self._facts[graph, name]
+
+    def __or__(self, numbers: SizeNumbers) -> SizeNumbers:
+        """Return the numbers for the symbols of two traces."""
+        return SizeNumbers(self.number_by_symbol | numbers.number_by_symbol)
+
+    def __eq__(self, numbers: object) -> bool:
+        """Whether symbols and numbers are the same."""
+        return isinstance(numbers, SizeNumbers) and self.number_by_symbol == numbers.number_by_symbol
+
+    def __hash__(self) -> int:
+        """Return a hash of the numbers."""
+        return hash(frozenset(self.number_by_symbol.items()))
+
+
+class SizedGraph(NamedTuple):
+    """A graph, which calls of different sizes share if it is open, and the numbers of one call for its symbols."""
+
+    graph: Graph
+    numbers: SizeNumbers = SizeNumbers()
+
+    def filled(self) -> Graph:
+        """Return the graph with numbers in place of expressions."""
+        return self.numbers.trace(self.graph) if self.numbers.number_by_symbol else self.graph
 
 
 def canonical_parts(traced: Graph | Outline) -> Any:
@@ -226,54 +289,46 @@ def canonical_parts(traced: Graph | Outline) -> Any:
 
 
 class Opening(Generic[T]):
-    """The traces of calls that differ in sizes alone: the first one closed, and then open ones.
+    """The traces of calls that differ in sizes alone: the first one closed, and then open ones."""
 
-    Args:
-        fill: puts numbers into an open trace.
-    """
-
-    def __init__(self, fill: Callable[[T, Evaluate], T]) -> None:
-        self.fill = fill
+    def __init__(self) -> None:
         self.closed_trace: tuple[list[TensorLayout], T] | None = None
         self.open_traces: list[tuple[OpenSizes, T]] = []
 
-    def filled(self, layouts: list[TensorLayout]) -> T | None:
-        """Return the trace of a call that an open trace covers, or None."""
-        for sizes, open_trace in self.open_traces:
-            evaluate = sizes.bind(layouts)
-            if evaluate is not None:
-                return self.fill(open_trace, evaluate)
-        return None
+    def find(self, layouts: list[TensorLayout]) -> tuple[T, SizeNumbers] | None:
+        """Return the open trace that covers a call, and the numbers of the call; None if there is none."""
+        bound = ((open_trace, sizes.bind(layouts)) for sizes, open_trace in self.open_traces)
+        return next(((open_trace, numbers) for open_trace, numbers in bound if numbers is not None), None)
 
     def trace(
         self, symbols: Symbols, layouts: list[TensorLayout], close: Callable[[], T], open_up: Callable[[OpenSizes], T]
-    ) -> T:
+    ) -> tuple[T, SizeNumbers]:
         """Trace a call that no open trace covers: with open sizes where that is possible, else closed."""
         if self.closed_trace is None or len(self.open_traces) >= _MAX_OPEN_TRACES:
             closed = close()
             self.closed_trace = self.closed_trace or (layouts, closed)
-            return closed
+            return closed, SizeNumbers()
         # Whatever stops an open trace, such as a size that Python reads as a number, leaves the closed one.
         # Torch's symbols fail in many ways. The closed trace that follows raises the stage's own mistakes.
         with suppress(Exception):
             first_layouts, first_trace = self.closed_trace
             sizes = OpenSizes(symbols, first_layouts, layouts)
             with sizes.tracing():
-                open_trace = open_up(sizes)
-            evaluate, evaluate_first = sizes.bind(layouts), sizes.bind(first_layouts)
-            if evaluate is not None:
-                filled = self.fill(open_trace, evaluate)
+                torch_trace = open_up(sizes)
+            open_trace = sizes.rename_symbols().trace(torch_trace)
+            numbers, first_numbers = sizes.bind(layouts), sizes.bind(first_layouts)
+            if numbers is not None:
                 # Guards may leave the first call out, as where kernels change between the two: compare this one.
                 pair = (
-                    (filled, close())
-                    if evaluate_first is None
-                    else (self.fill(open_trace, evaluate_first), first_trace)
+                    (numbers.trace(open_trace), close())
+                    if first_numbers is None
+                    else (first_numbers.trace(open_trace), first_trace)
                 )
                 if _are_equal(*pair):
                     self.open_traces.append((sizes, open_trace))
-                    return filled
+                    return open_trace, numbers
         self.closed_trace = layouts, close()
-        return self.closed_trace[1]
+        return self.closed_trace[1], SizeNumbers()
 
 
 _MAX_OPEN_TRACES = 4

@@ -24,11 +24,11 @@ from fpipe.graphs.tracing.fake_tensors import LeakedTensor
 from fpipe.graphs.tracing.open_sizes import (
     Opening,
     OpenSizes,
+    SizedGraph,
+    SizeNumbers,
     Symbols,
     TensorLayout,
     current_open_sizes,
-    fill_graph,
-    fill_outline,
     split_layouts,
     with_open_layouts,
 )
@@ -111,10 +111,18 @@ class Traces:
     Stages that compute the same function share their traces: those of one Python function, modules that are equal in
     class, plain attributes, mode and shapes of their leaves, recursively, and graphs that are equal op by op. So do
     blocks inside of such graphs.
+
+    Args:
+        model: the model.
+        cached_only: whether a new trace is Untraceable.
+        store: where the traces are; None for the store of the model.
+        fills: whether open graphs are returned with numbers in place of their symbols.
     """
 
-    def __init__(self, model: Model, cached_only: bool = False, store: TraceStore | None = None) -> None:
-        self.model, self.cached_only = model, cached_only
+    def __init__(
+        self, model: Model, cached_only: bool = False, store: TraceStore | None = None, fills: bool = False
+    ) -> None:
+        self.model, self.cached_only, self.fills = model, cached_only, fills
         if store is None and id(model) not in _STORE_BY_MODEL_ID:
             weakref.finalize(model, _STORE_BY_MODEL_ID.pop, id(model))
         self._store = _STORE_BY_MODEL_ID.setdefault(id(model), TraceStore()) if store is None else store
@@ -123,7 +131,8 @@ class Traces:
         self._symbols, self._open_store = Symbols(), TraceStore()
         self._keys: dict[StageCall, Any] = {}
         self._outlines: dict[StageCall, Outline] = {}
-        self._graphs: dict[Any, Graph] = {}
+        self._graphs: dict[Any, SizedGraph] = {}
+        self._joint_graphs: dict[tuple[SizedGraph, SizedGraph], SizedGraph] = {}
         self._shareable_calls: dict[StageCall, StageCall] = {}
         self._chains: dict[StageCall, Chain | None] = {}
         self._twin_by_stage: dict[int, Any] = {}
@@ -141,7 +150,7 @@ class Traces:
         if not self._may_open(call):
             return self._store.outlines.get_or_make(self._key(call), lambda: self._new_outline(call))
         key = self._key(replace(call, reads=template))
-        opening = self._store.outline_openings.get_or_make(key, lambda: Opening(fill_outline))
+        opening = self._store.outline_openings.get_or_make(key, Opening)
 
         def outline_open(sizes: OpenSizes) -> Outline:
             open_call = replace(call, reads=with_open_layouts(call.reads, sizes.layouts))
@@ -150,21 +159,22 @@ class Traces:
         def outline_closed() -> Outline:
             return self._store.outlines.get_or_make(self._key(call), lambda: self._new_outline(call))
 
-        return self._fill_or_trace(opening, layouts, outline_closed, outline_open)
+        open_outline, numbers = self._find_or_trace(opening, layouts, outline_closed, outline_open)
+        return numbers.trace(open_outline)
 
-    def _fill_or_trace(
+    def _find_or_trace(
         self,
         opening: Opening[T],
         layouts: list[TensorLayout],
         close: Callable[[], T],
         open_up: Callable[[OpenSizes], T],
-    ) -> T:
-        filled = opening.filled(layouts)
-        if filled is not None:
+    ) -> tuple[T, SizeNumbers]:
+        covering = opening.find(layouts)
+        if covering is not None:
             self.fill_count += 1
-            return filled
+            return covering
         if self.cached_only:
-            return close()
+            return close(), SizeNumbers()
         self.trace_count += 1
         count = len(opening.open_traces)
         trace = opening.trace(self._symbols, layouts, close, open_up)
@@ -199,43 +209,44 @@ class Traces:
         function = as_flat_function(self.model, call, specs)
         return replace(outline(function, dict(call.reads), self._has_params_per_row(call), self.model), specs=specs)
 
-    def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
+    def graph(self, call: StageCall, cotangents: Cotangents) -> SizedGraph:
         """Return the graph of a call and its gradient, for cotangents with these avals."""
         call_key = (call, *cotangents.items())
         if call_key not in self._graphs:
-            self._graphs[call_key] = self._cached_graph(call, cotangents)
+            graph = self._cached_graph(call, cotangents)
+            self._graphs[call_key] = SizedGraph(graph.filled()) if self.fills else graph
         return self._graphs[call_key]
 
-    def graphs(self) -> dict[int | None, list[Graph]]:
+    def graphs(self) -> dict[int | None, list[SizedGraph]]:
         """Return the graphs that were used so far, by stage; None is the loss."""
-        graphs: dict[int | None, list[Graph]] = {}
+        graphs: dict[int | None, list[SizedGraph]] = {}
         for (call, *_), graph in self._graphs.items():
             graphs.setdefault(call.stage, []).append(graph)
         return graphs
 
-    def _cached_graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
-        if call.stage is None and self.model.loss is None and self.model.reduction != "count":
-            return _identity_loss(call, cotangents)
+    def _cached_graph(self, call: StageCall, cotangents: Cotangents) -> SizedGraph:
         key = (self._key(call), *cotangents.items())
 
         def trace_closed() -> Graph:
             return self._store.graphs.get_or_make(key, lambda: self._new_graph(call, cotangents))
 
         if self._store.graphs.get(key) is not None or not self._may_open(call):
-            return trace_closed()
+            return SizedGraph(trace_closed())
         count, groups = len(call.reads), (*call.reads, *cotangents.items())
         template, layouts = split_layouts(groups)
         opening_key = self._key(replace(call, reads=template[:count])), template[count:]
-        opening = self._store.graph_openings.get_or_make(opening_key, lambda: Opening(fill_graph))
+        opening = self._store.graph_openings.get_or_make(opening_key, Opening)
 
         def trace_open(sizes: OpenSizes) -> Graph:
             open_groups = with_open_layouts(groups, sizes.layouts)
             open_call = replace(call, reads=open_groups[:count])
             return self._with_open_chain(call, open_call)._new_graph(open_call, dict(open_groups[count:]))
 
-        return self._fill_or_trace(opening, layouts, trace_closed, trace_open)
+        return SizedGraph(*self._find_or_trace(opening, layouts, trace_closed, trace_open))
 
     def _new_graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
+        if call.stage is None and self.model.loss is None and self.model.reduction != "count":
+            return _identity_loss(call, cotangents)
         chain = self._chain(call)
         if chain is not None:
             return chain.graph(self._piece_outline, self._piece_graph, cotangents)
@@ -295,12 +306,20 @@ class Traces:
                     self._shareable_calls[call] = differentiable
         return self._shareable_calls[call]
 
-    def graph_with_loss(self, call: StageCall, cotangents: Cotangents, loss: StageCall, weight: Aval) -> Graph:
+    def graph_with_loss(self, call: StageCall, cotangents: Cotangents, loss: StageCall, weight: Aval) -> SizedGraph:
         """Return the graph of the last stage followed by the loss, which are traced separately."""
-        loss_graph = self.graph(loss, {"dloss": (weight,)})
-        dy = tuple(loss_graph.facts[name].aval if isinstance(name, Name) else None for name in loss_graph.writes["dx"])
-        stage_graph = self.graph(call, {**cotangents, "dy": dy})
-        return stage_graph.compute_once(("with loss", loss_graph), lambda: inline_loss(stage_graph, loss_graph))
+        sized_loss = self.graph(loss, {"dloss": (weight,)})
+        loss_graph, loss_numbers = sized_loss
+        dx = loss_graph.writes["dx"]
+        dy = tuple(loss_numbers.fact_of(loss_graph, name).aval if isinstance(name, Name) else None for name in dx)
+        sized_stage = self.graph(call, {**cotangents, "dy": dy})
+        stage_graph, stage_numbers = sized_stage
+        if (sized_stage, sized_loss) not in self._joint_graphs:
+            # A closed graph may serve one length alone, and an open one all: the joint graph lives with the former.
+            graphs = (loss_graph, stage_graph) if stage_numbers.number_by_symbol else (stage_graph, loss_graph)
+            joint_graph = graphs[0].compute_once(("with loss", graphs[1]), lambda: inline_loss(stage_graph, loss_graph))
+            self._joint_graphs[sized_stage, sized_loss] = SizedGraph(joint_graph, stage_numbers | loss_numbers)
+        return self._joint_graphs[sized_stage, sized_loss]
 
     def _key(self, call: StageCall) -> Any:
         try:

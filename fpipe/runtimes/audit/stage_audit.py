@@ -48,7 +48,7 @@ def choose_forwards(prepared: PreparedStep, audit_number: int) -> list[Op]:
     Stages that run under autograd, which is the definition, are not audited, nor are stages with collectives.
     """
     lowered = prepared.lowered
-    skipped = {stage for stage, graphs in lowered.graphs.items() if any(graph.is_collective for graph in graphs)}
+    skipped = {stage for stage, graphs in lowered.graphs.items() if any(graph.is_collective for graph, _ in graphs)}
     skipped |= {*prepared.untraced.stages}
     forwards: dict[int, list[Op]] = {}
     for part in prepared.rank_parts:

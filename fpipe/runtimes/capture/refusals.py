@@ -60,7 +60,7 @@ def refuse_uncapturable(step: PreparedStep, in_processes: bool) -> None:
                 f"graph=True keeps all values on the device, and {op.cell} is a copy: leave offload() out."
             )
     _refuse_rule(step)
-    for op, graph in lowered.parts.items():
+    for op, (graph, _) in lowered.parts.items():
         for node in graph.nodes:
             reason = _why_uncapturable(node, graph)
             if reason is not None:

@@ -83,7 +83,7 @@ def claims_of_stages(
         name = "loss" if stage is None else f"stage {stage}"
         depends_on_replica = stage is not None and "microbatch" in model.stages[stage].keywords
         suffix = f"|{_hash([*circumstances, f'replica {replica}'] if depends_on_replica else circumstances)}"
-        graphs = lowered.graphs.get(stage, ())
+        graphs = [sized_graph.filled() for sized_graph in lowered.graphs.get(stage, ())]
         lines = [line for graph in graphs for line in lines_of_graph(graph)]
         lines += [f"reduction {model.reduction!r}"] if stage is None else []
         net = None if stage is None else net_stage_of(model.stages[stage].forward)

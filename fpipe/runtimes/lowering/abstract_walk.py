@@ -21,10 +21,12 @@ from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.language.graph import Fact, Name, fact_in_own_storage, fact_of_tensor, fresh_storage
 from fpipe.graphs.language.labels import is_cotangent, label_of, reads_by_label
 from fpipe.graphs.tracing.fake_tensors import fake_mode
+from fpipe.graphs.tracing.open_sizes import SizeNumbers
 from fpipe.graphs.tracing.stage_call import StageCall
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.meaning import RULES
 from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.step import StepOptions
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.in_place import nested_indices_by_leaf
@@ -136,15 +138,15 @@ def infer_shapes(
     context: StepContext,
     inputs: Mapping[Value, AbstractTree],
     untraced: UntracedStages,
-    hoists: bool,
+    options: StepOptions,
     integers: Mapping[int, Tensor],
 ) -> Shapes:
-    """Return all that can be known of a program before it runs; `hoists` is as of `Cut`, `integers` as of `DryRuns`.
+    """Return all that can be known of a program before it runs; `integers` are as of `DryRuns`.
 
     Raises:
         Untraceable: a shape depends on data.
     """
-    walk = _AbstractWalk(ops, context, inputs, untraced, hoists, integers)
+    walk = _AbstractWalk(ops, context, inputs, untraced, options, integers)
     for op in ops:
         walk.infer_writes(op)
     walk.cut_remaining()
@@ -160,21 +162,22 @@ class _AbstractWalk:
         context: StepContext,
         inputs: Mapping[Value, AbstractTree],
         untraced: UntracedStages,
-        hoists: bool,
+        options: StepOptions,
         integers: Mapping[int, Tensor],
     ) -> None:
         self._context, self._model, self._untraced, self._fake = context, context.model, untraced, fake_mode()
         self._copies = copies_of(ops, context.moves)
-        self._calls = StageCalls(context, untraced.existing_traces_only, hoists)
+        self._calls = StageCalls(context, untraced.existing_traces_only, options)
         allows_sparse = bool(sparse_gradients(ops, untraced.stages))
         self._trees, self._dry_runs = {**inputs}, DryRuns(context, allows_sparse, integers)
         self._runs: dict[Coordinates, StageRun] = {}
         self._cuts: dict[Coordinates, Cut] = {}
+        self._numbers: dict[Coordinates, SizeNumbers] = {}
         self._storage_maps: dict[Op, StorageMap] = {}
         self._loss_storage = fresh_storage()
 
     def shapes(self) -> Shapes:
-        walk_results = self._trees, self._runs, self._cuts, self._loss_storage
+        walk_results = self._trees, self._runs, self._cuts, self._numbers, self._loss_storage
         return Shapes(self._context, self._untraced, self._copies, self._calls, *walk_results)
 
     def infer_writes(self, op: Op) -> None:
@@ -237,7 +240,8 @@ class _AbstractWalk:
         """Trace and cut a stage, now that its cotangents are known: gradients and residuals follow from the cut."""
         coordinates, labels = op[1:4], reads_by_label(op)
         run = self._runs[coordinates]
-        cut = self._cuts[coordinates] = self._calls.cut(op, run, labels, self._trees)
+        cut, numbers = self._calls.cut(op, run, labels, self._trees)
+        self._cuts[coordinates], self._numbers[coordinates] = cut, numbers
         storages = self._storage_map(run.residual_op, cut, labels)
         # An I hands the gradients of its W over: they are known with it, before the W is visited.
         gradients = [Value("g", *coordinates, port=k) for k in range(len(op.reads))]
@@ -246,16 +250,16 @@ class _AbstractWalk:
         leaves_by_label = {label: cut.leaves_under(label) for label in cut.graph.writes if label in written_labels}
         leaves_by_label |= {"res": cut.residuals} | ({"wres": cut.weight_residuals} if op.kind == "I" else {})
         residuals = self._copies.all_copies(next(value for value in op.reads if value.name == "res"))
-        trees = {label: _in_step_memory(leaves, cut, storages) for label, leaves in leaves_by_label.items()}
+        trees = {label: _in_step_memory(leaves, cut, numbers, storages) for label, leaves in leaves_by_label.items()}
         for value in (*residuals, *op.writes, *gradients):
             self._trees[value] = self._copies.as_received(value, trees[label_of(value)])
 
     def cut_remaining(self) -> None:
         """Cut the stages that no backward follows, as in evaluation."""
-        for (stage, *_), run in self._runs.items():
+        for run in self._runs.values():
             coordinates = run.residual_op[1:4]
             if coordinates not in self._cuts:
-                self._cuts[coordinates] = self._calls.forward_cut(stage or 0, run)
+                self._cuts[coordinates], self._numbers[coordinates] = self._calls.forward_cut(run)
 
     def _storage_map(self, op: Op, cut: Cut, labels: Mapping[str, Value]) -> StorageMap:
         """Map storage numbers of a trace to numbers of this microbatch, for all ops that run its graph.
@@ -288,7 +292,10 @@ class _AbstractWalk:
         return storages
 
 
-def _in_step_memory(leaves: Sequence[Any], cut: Cut, storages: StorageMap) -> AbstractTree:
-    """Return the facts of a graph's leaves, in the storages of the step."""
-    facts = cut.graph.facts
-    return AbstractTree(tuple(storages.translate(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves))
+def _in_step_memory(leaves: Sequence[Any], cut: Cut, numbers: SizeNumbers, storages: StorageMap) -> AbstractTree:
+    """Return the facts of a graph's leaves, in the sizes and storages of the step."""
+
+    def fact_of(name: Name) -> Fact:
+        return storages.translate(numbers.fact_of(cut.graph, name))
+
+    return AbstractTree(tuple(fact_of(leaf) if isinstance(leaf, Name) else leaf for leaf in leaves))

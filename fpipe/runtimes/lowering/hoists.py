@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from fpipe.graphs.compiling.code import compile_graph
+from fpipe.graphs.compiling.code import OpenCode
 from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.compiling.hoist import hoisted_reads, hoisting_graph, param_storages
 from fpipe.graphs.language.graph import Fact, Graph, Name
 from fpipe.graphs.language.labels import is_parameter, reads_by_label
+from fpipe.graphs.tracing.open_sizes import SizedGraph, SizeNumbers
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.lowered import AbstractTree, StorageMap
 from fpipe.runtimes.lowering.stage_calls import Coordinates
@@ -33,6 +34,7 @@ class Hoist(NamedTuple):
             common.
         last_positions: the position of the last reader of each group.
         graph, run: what the HOIST computes, as a graph and as a function.
+        numbers: the numbers for open sizes of the graph.
     """
 
     op: Op
@@ -40,6 +42,7 @@ class Hoist(NamedTuple):
     last_positions: tuple[int, ...]
     graph: Graph
     run: Callable[..., Any]
+    numbers: SizeNumbers
 
     def values_read_last(self, position: int) -> Iterator[Value]:
         """Yield the values whose last reader is at a position."""
@@ -54,7 +57,8 @@ class Hoist(NamedTuple):
             pairs = zip(names, trees[value].leaves, strict=True)
             storages.update((facts[name].storage, leaf.storage) for name, leaf in pairs if _is_read(name, leaf))
         for value, group in zip(self.op.writes, self.groups, strict=True):
-            yield value, AbstractTree(tuple(storages.translate(facts[name]) for name in group))
+            numbered_facts = (self.numbers.fact_of(self.graph, name) for name in group)
+            yield value, AbstractTree(tuple(map(storages.translate, numbered_facts)))
 
 
 def _is_read(name: Name | None, leaf: Any) -> bool:
@@ -62,28 +66,33 @@ def _is_read(name: Name | None, leaf: Any) -> bool:
 
 
 def find_hoists(
-    ops: Sequence[Op], cuts: Mapping[Coordinates, Cut], parts: Mapping[int, Graph]
+    ops: Sequence[Op],
+    cuts: Mapping[Coordinates, Cut],
+    numbers_by_cell: Mapping[Coordinates, SizeNumbers],
+    parts: Mapping[int, Graph],
 ) -> tuple[dict[int, Hoist], dict[int, Hoist]]:
     """Find the hoists of a program.
 
     Args:
         ops: the ops of the program.
-        cuts: the cut of each stage, microbatch and slice.
+        cuts, numbers_by_cell: the cut of each stage, microbatch and slice, and the numbers for its open sizes.
         parts: the part of a stage's graph that an op runs, by the position of the op.
 
     Returns:
         Hoists by the positions of all their readers, and by the position of the first one.
     """
-    # 1. The positions of the ops that share a version: on one rank, of one graph and cut, with the same parameters.
-    positions_by_version = dict[tuple[Cut, int, tuple[Value, ...]], list[int]]()
+    # 1. The positions of the ops that share a version: on one rank, of one graph, sizes and cut, with the same
+    #    parameters.
+    positions_by_version = dict[tuple[Cut, SizeNumbers, int, tuple[Value, ...]], list[int]]()
     for position in parts:
         op = ops[position]
         cut, value_by_label = cuts[op[1:4]], {**reads_by_label(op), "const": Value("const", op.stage)}
         params = tuple(value_by_label[label] for label in cut.graph.reads if is_parameter(label))
-        positions_by_version.setdefault((cut, op.rank, params), []).append(position)
+        version = cut, numbers_by_cell[op[1:4]], op.rank, params
+        positions_by_version.setdefault(version, []).append(position)
     # 2. What each of them reads, and so who reads a tensor last.
     by_reader, by_first_reader = dict[int, Hoist](), dict[int, Hoist]()
-    for (cut, rank, params), positions in positions_by_version.items():
+    for (cut, numbers, rank, params), positions in positions_by_version.items():
         names_by_position = {position: _hoisted_reads(cut, parts[position]) for position in positions}
         readers = [position for position in positions if names_by_position[position]]
         if not readers:
@@ -92,16 +101,18 @@ def find_hoists(
         groups = tuple(groups_by_position.values())
         number, stage = len(by_first_reader), ops[readers[0]].stage
         values = tuple(Value("hoisted", stage, number, port=port) for port in range(len(groups)))
-        graph, run = cut.graph.compute_once((cut, "hoist", groups), partial(_compile_hoist, cut.graph, groups))
+        generate = partial(_generate_hoist, SizedGraph(cut.graph, numbers), groups)
+        graph, code = cut.graph.compute_once((cut, "hoist", groups), generate)
         op = Op("HOIST", stage, number, None, rank, params, values)
-        by_first_reader[readers[0]] = hoist = Hoist(op, groups, tuple(groups_by_position), graph, run)
+        run, last_positions = code.with_numbers(numbers), tuple(groups_by_position)
+        by_first_reader[readers[0]] = hoist = Hoist(op, groups, last_positions, graph, run, numbers)
         by_reader.update(dict.fromkeys(readers, hoist))
     return by_reader, by_first_reader
 
 
-def _compile_hoist(graph: Graph, groups: Sequence[Sequence[Name]]) -> tuple[Graph, Callable[..., Any]]:
-    hoisting = hoisting_graph(graph, groups)
-    return hoisting, compile_graph(hoisting, "hoist")
+def _generate_hoist(example: SizedGraph, groups: Sequence[Sequence[Name]]) -> tuple[Graph, OpenCode]:
+    hoisting = hoisting_graph(example.graph, groups)
+    return hoisting, OpenCode(example._replace(graph=hoisting), "hoist")
 
 
 def _hoisted_reads(cut: Cut, part: Graph) -> list[Name]:

@@ -18,12 +18,13 @@ import torch
 
 from fpipe import tree
 from fpipe.graphs.compiling.add import add_into_sums, copy_results
-from fpipe.graphs.compiling.code import compile_graph
+from fpipe.graphs.compiling.code import OpenCode
 from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.compiling.hoist import without_hoisted
 from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.compiling.one_pass_norms import fuse_statistics
 from fpipe.graphs.language.graph import Fact, Graph, Name
+from fpipe.graphs.tracing.open_sizes import SizedGraph, SizeNumbers
 from fpipe.meaning.by_autograd import StepContext, detach_leaf, scale_cotangent
 from fpipe.meaning.meaning import RULES, sum_gradients
 from fpipe.meaning.purity.ambient import AutocastSettings, autocast_as
@@ -247,10 +248,14 @@ class Recipe(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A part of a stage as a function, and the graph that it was generated from."""
+    """The code of a part of a stage, and the graph that it was generated from."""
 
-    run: Callable[..., Any]
+    code: OpenCode | Kernel
     graph: Graph
+
+    def with_numbers(self, numbers: SizeNumbers) -> Callable[..., Any]:
+        """Return the function for the sizes of a call. Inductor's has sizes of its own: its graphs are not open."""
+        return self.code if isinstance(self.code, Kernel) else self.code.with_numbers(numbers)
 
 
 def part_of_cut(cut: Cut, recipe: Recipe) -> Graph:
@@ -270,7 +275,8 @@ def part_of_cut(cut: Cut, recipe: Recipe) -> Graph:
     return add_into_sums(graph, adds, flags, exact=not compile) if adds else graph
 
 
-def generate_code(part: Graph, values: Collection[Name], hoist: Hoist | None, compile: bool, name: str) -> Code:
+def generate_code(part: SizedGraph, values: Collection[Name], hoist: Hoist | None, compile: bool, name: str) -> Code:
     """Generate the code of a part of a stage, which reads hoisted values in place of parameters."""
-    graph = without_hoisted(part, values, hoist.groups if hoist else ())
-    return Code(Kernel(graph, name) if compile and graph.nodes else compile_graph(graph, name[0]), graph)
+    graph = without_hoisted(part.graph, values, hoist.groups if hoist else ())
+    is_compiled = compile and graph.nodes
+    return Code(Kernel(graph, name) if is_compiled else OpenCode(part._replace(graph=graph), name[0]), graph)

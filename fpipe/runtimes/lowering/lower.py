@@ -22,6 +22,7 @@ from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.language.graph import Aval, Fact, Graph
 from fpipe.graphs.language.labels import GENERATORS, hoisted_label, label_of, reads_by_label, total_of
 from fpipe.graphs.tracing.collective_stage import CollectiveStage
+from fpipe.graphs.tracing.open_sizes import SizedGraph, SizeNumbers
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.meaning import make_cast, make_rounding
 from fpipe.meaning.purity.ambient import autocast_settings, kernel_settings
@@ -96,7 +97,7 @@ def lower(
     refuse_unknown_rows(program, context.model)
     with building():
         # 1. Shapes and memory of every value; stages are traced and cut on the way.
-        shapes = infer_shapes(ops, context, inputs, untraced, options.hoist, integers)
+        shapes = infer_shapes(ops, context, inputs, untraced, options, integers)
         # 2. Memory that no instruction may write: arguments (unless donated), constants of stages, and the loss's
         #    cotangent, which all microbatches of one weight share.
         leaves = chain.from_iterable(abstract.leaves for abstract in inputs.values())
@@ -145,7 +146,8 @@ class _Lowering:
         self.constants: dict[Any, Leaves] = {}
         self.first_drawing_stage: int | None = None
         self.to_compile: dict[Op, Kernel] = {}
-        self.parts: dict[Op, Graph] = {}
+        self.parts: dict[Op, SizedGraph] = {}
+        self.runs: dict[tuple[Code, SizeNumbers], Callable[..., Any]] = {}
         fully_read = {value for op in ops if op.kind in TRANSFERS or shapes.is_untraced(op) for value in op.reads}
         traced_reads = {value for op in ops if not shapes.is_untraced(op) for value in op.reads}
         untraced_writes = {value for op in ops if shapes.is_untraced(op) for value in op.writes}
@@ -165,7 +167,7 @@ class _Lowering:
             if op.kind in "FRBIW" and not self.shapes.is_untraced(op)
         }
         parts = {position: self.part_of(position, recipe) for position, recipe in recipes.items()}
-        hoists, hoists_by_first_reader = find_hoists(self.ops, self.shapes.cuts, parts)
+        hoists, hoists_by_first_reader = find_hoists(self.ops, self.shapes.cuts, self.shapes.numbers, parts)
         # 2. The instructions, a HOIST before its first reader.
         unnumbered = list[_NamedInstruction]()
         for position, op in enumerate(self.ops):
@@ -216,7 +218,7 @@ class _Lowering:
         functions = [self.shapes.context.model.stages[n].forward for n in self.shapes.untraced.stages]
         leaves = chain.from_iterable(abstract.leaves for abstract in inputs.values())
         return (
-            any(graph.is_collective for graphs in self.shapes.calls.traces.graphs().values() for graph in graphs)
+            any(graph.is_collective for graphs in self.shapes.calls.traces.graphs().values() for graph, _ in graphs)
             or any(isinstance(leaf, Fact) and leaf.aval.sharding for leaf in leaves)
             or any(isinstance(function, CollectiveStage) and function.size > 1 for function in functions)
         )
@@ -267,52 +269,56 @@ class _Lowering:
         The graph reads and writes labels, such as "x" and "y". Here each label gets its value of this microbatch.
         """
         op = self.ops[position]
-        cut, groups = self.shapes.cuts[op[1:4]], hoist and hoist.groups
-        # 1. The code. Ops with one part and equal groups of hoisted values, such as most microbatches, share it.
+        cut, numbers, groups = self.shapes.cuts[op[1:4]], self.shapes.numbers[op[1:4]], hoist and hoist.groups
+        # 1. The code. Ops with one part and equal groups of hoisted values, such as most microbatches, share it, and
+        #    those of equal sizes share a function.
+        example, name = SizedGraph(part, numbers), f"{op.kind} of stage {op.stage}"
         code = part.compute_once(
-            (cut, groups),
-            lambda: generate_code(part, cut.values_of_params, hoist, self.compile, f"{op.kind} of stage {op.stage}"),
+            (cut, groups), lambda: generate_code(example, cut.values_of_params, hoist, self.compile, name)
         )
-        graph = code.graph
-        self.parts[op] = graph
-        if isinstance(code.run, Kernel):
-            self.to_compile[op] = code.run
+        if (code, numbers) not in self.runs:
+            self.runs[code, numbers] = code.with_numbers(numbers)
+        run, graph = self.runs[code, numbers], code.graph
+        self.parts[op] = SizedGraph(graph, numbers)
+        if isinstance(run, Kernel):
+            self.to_compile[op] = run
         # 2. What it reads and writes. A folded ADD reads and writes the label of its sum.
         adds = self.folds.sums.adds.get(position, {})
         add_by_label = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
-        read_by_label = self.names_of_reads(op, code, hoist)
+        read_by_label = self.names_of_reads(op, graph, hoist)
         read_by_label |= {label: add.reads[0] for label, add in add_by_label.items()}
         written_by_label = {label_of(value): value for value in self.folds.direct_writes(position)}
         written_by_label |= {label: add.writes[0] for label, add in add_by_label.items()}
         reads = [read_by_label[label] for label in graph.reads]
         # 3. What goes around the code: inputs that it computes from what it reads, and the lists that it drops.
         dead_hoisted = [*hoist.values_read_last(position)] if hoist else []
-        run, reads = self.code_with_drops(position, self.code_with_computed_inputs(op, code), reads, dead_hoisted)
+        run = self.code_with_computed_inputs(op, run, graph)
+        run, reads = self.code_with_drops(position, run, reads, dead_hoisted)
         writes = [written_by_label[label] for label in graph.writes]
         return self.named_instruction(position, run, reads, writes, [*add_by_label.values()], dead_hoisted)
 
-    def names_of_reads(self, op: Op, code: Code, hoist: Hoist | None) -> dict[str, Any]:
+    def names_of_reads(self, op: Op, graph: Graph, hoist: Hoist | None) -> dict[str, Any]:
         """Return the name of a slot for each label that the graph of an op reads, except its sums."""
         name_by_label: dict[str, Any] = {**reads_by_label(op)}
-        if "dloss" in code.graph.reads:
+        if "dloss" in graph.reads:
             scale = _loss_scale_of(op)
             name_by_label["dloss"] = self.weight_constant(op) if scale is None else scale
-        if GENERATORS in code.graph.reads:
+        if GENERATORS in graph.reads:
             name_by_label[GENERATORS] = KEY
         if hoist:
             name_by_label |= {hoisted_label(value.port): value for value in hoist.op.writes}
         return name_by_label
 
-    def code_with_computed_inputs(self, op: Op, code: Code) -> Callable[..., Any]:
+    def code_with_computed_inputs(self, op: Op, run: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
         """Return an op's code, with the loss's cotangent in place of a loss scale, and generators in place of a key."""
-        run, labels = code.run, [*code.graph.reads]
+        labels = [*graph.reads]
         if "dloss" in labels and _loss_scale_of(op) is not None:
             run = with_scale(run, labels.index("dloss"), _full_tensor(*self.loss_cotangent(op)))
         if GENERATORS in labels:
             context, stage = self.shapes.context, op.stage or 0
             self.first_drawing_stage = stage if self.first_drawing_stage is None else self.first_drawing_stage
             coordinates = (stage, context.number(op), op.slice)
-            devices, step = code.graph.generator_devices, context.step_of(op)
+            devices, step = graph.generator_devices, context.step_of(op)
             run = with_generators(run, labels.index(GENERATORS), devices, coordinates, step)
         return run
 

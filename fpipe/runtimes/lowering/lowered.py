@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from fpipe import tree
 from fpipe.graphs.compiling.inductor import Kernel
-from fpipe.graphs.language.graph import Fact, Graph, fresh_storage
+from fpipe.graphs.language.graph import Fact, fresh_storage
+from fpipe.graphs.tracing.open_sizes import SizedGraph
 from fpipe.meaning.purity.write_guard import is_dense
 from fpipe.program import Op, Value
 
@@ -110,7 +111,7 @@ class Lowered:
         first_drawing_stage: the first stage that draws random numbers.
         kernels: the kernels to compile before the first step, by the first op of their instruction.
         is_collective: whether stages talk to other processes, which run the same program.
-        graphs: the graphs of each stage, and of the loss under None.
+        graphs: the graphs of each stage, and of the loss under None, with the sizes of this signature.
         parts: the part of a stage's graph that an instruction runs, by its first op.
         is_filled: whether its graphs are open traces of other sizes, filled with the sizes of this signature.
         read_leaves: for parameters that an op writes, the indices of leaves that graphs read; of others all are read.
@@ -125,7 +126,7 @@ class Lowered:
     first_drawing_stage: int | None
     kernels: Mapping[Op, Kernel]
     is_collective: bool
-    graphs: Mapping[int | None, Sequence[Graph]]
-    parts: Mapping[Op, Graph]
+    graphs: Mapping[int | None, Sequence[SizedGraph]]
+    parts: Mapping[Op, SizedGraph]
     read_leaves: Mapping[Value, Collection[int]]
     is_filled: bool

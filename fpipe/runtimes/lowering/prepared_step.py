@@ -200,7 +200,7 @@ class PreparedStep:
         # A microbatch's target, since a batch may be split already, or be one of several.
         target = next((value for op in ops if op.kind == "F" for value in op.reads if value.name in _TARGETS), None)
         paths = [] if target is None else tree.paths(_indices_like(self.trees[target]))
-        for graph in self.lowered.graphs.get(None, ()):
+        for graph, _ in self.lowered.graphs.get(None, ()):
             nodes = {node.name: node for node in graph.nodes}
             index_by_name = {name: index for index, name in enumerate(graph.reads.get("target", ()))}
             # A mean of the user's divides by the number of labels that are not of a class.
@@ -251,7 +251,7 @@ def _constant_leaves(lowered: Lowered) -> list[Any]:
 
 
 def _graph_tensors(lowered: Lowered, model: Model) -> list[Any]:
-    constants = (leaf for graphs in lowered.graphs.values() for graph in graphs for leaf in graph.constants.values())
+    constants = (leaf for graphs in lowered.graphs.values() for graph, _ in graphs for leaf in graph.constants.values())
     return [*constants, *(leaf for net in nets_of(model).values() for leaf in net.literal_constants())]
 
 

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fpipe.graphs.compiling.cut import Cut
-from fpipe.graphs.language.graph import Aval, Fact, Graph, Outline, fact_in_own_storage
+from fpipe.graphs.language.graph import Aval, Fact, Outline, fact_in_own_storage
 from fpipe.graphs.language.labels import cotangent_of, differentiated_label, is_output, label_of, port_of
 from fpipe.graphs.tracing.collective_stage import CollectiveStage
+from fpipe.graphs.tracing.open_sizes import SizedGraph, SizeNumbers
 from fpipe.graphs.tracing.stage_call import StageCall, aval_wants_grad
 from fpipe.graphs.tracing.trace_cache import Traces
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.devices import Moves
 from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.step import StepOptions
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value, parts_of
 from fpipe.runtimes.lowering.lowered import (
@@ -48,12 +50,19 @@ class StageRun(NamedTuple):
     forward_op: Op
 
 
-class StageCalls:
-    """The calls of a model's stages, with their outlines, graphs and cuts; `hoists` is as of `Cut`."""
+class SizedCut(NamedTuple):
+    """A cut, which calls of different sizes share if its graph is open, and the numbers of one call."""
 
-    def __init__(self, context: StepContext, existing_traces_only: bool, hoists: bool) -> None:
-        self.context, self.model, self.hoists = context, context.model, hoists
-        self.traces = Traces(self.model, existing_traces_only)
+    cut: Cut
+    numbers: SizeNumbers
+
+
+class StageCalls:
+    """The calls of a model's stages, with their outlines, graphs and cuts."""
+
+    def __init__(self, context: StepContext, existing_traces_only: bool, options: StepOptions) -> None:
+        self.context, self.model, self.hoists = context, context.model, options.hoist
+        self.traces = Traces(self.model, existing_traces_only, fills=options.compile)
         self._canonical_call: dict[StageCall, StageCall] = {}
 
     def call(self, op: Op, labels: Mapping[str, Value], inputs: Mapping[str, AbstractTree]) -> StageCall:
@@ -100,7 +109,7 @@ class StageCalls:
         """Return the aval of the loss that a stage writes."""
         return self.traces.outline(run.loss or run.call).avals("loss")[0]._replace(wants_grad=False)
 
-    def cut(self, op: Op, run: StageRun, labels: Mapping[str, Value], trees: Mapping[Value, AbstractTree]) -> Cut:
+    def cut(self, op: Op, run: StageRun, labels: Mapping[str, Value], trees: Mapping[Value, AbstractTree]) -> SizedCut:
         """Cut a stage for a backward, which reads the values that `labels` name, cotangents among them."""
 
         def avals(value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -128,23 +137,24 @@ class StageCalls:
             for label in cotangent_labels
         )
         saved = dict(run.residual_op.options).get("saved")
-        return self._cut(op.stage or 0, self._graph(run, cotangents), wanted_cotangents, saved)
+        return self._cut(self._graph(run, cotangents), wanted_cotangents, saved)
 
-    def forward_cut(self, stage: int, run: StageRun) -> Cut:
+    def forward_cut(self, run: StageRun) -> SizedCut:
         """Cut a stage that no backward follows: its outputs have no cotangents."""
         outline = self.traces.outline(run.call)
         cotangents = {cotangent_of(label): (None,) * len(outline.writes[label]) for label in _output_labels(outline)}
-        return self._cut(stage, self._graph(run, cotangents), (), None)
+        return self._cut(self._graph(run, cotangents), (), None)
 
-    def _graph(self, run: StageRun, cotangents: Mapping[str, tuple[Any, ...]]) -> Graph:
+    def _graph(self, run: StageRun, cotangents: Mapping[str, tuple[Any, ...]]) -> SizedGraph:
         call = self.traces.shared(run.call)
         if run.loss is None:
             return self.traces.graph(call, cotangents)
         return self.traces.graph_with_loss(call, {**cotangents}, run.loss, self.loss_aval(run))
 
-    def _cut(self, stage: int, graph: Graph, wanted_cotangents: Any, saved: Any) -> Cut:
+    def _cut(self, sized_graph: SizedGraph, wanted_cotangents: Any, saved: Any) -> SizedCut:
+        graph, numbers = sized_graph
         key = wanted_cotangents, saved, self.hoists
-        return graph.compute_once(("cut", *key), lambda: Cut(graph, *key))
+        return SizedCut(graph.compute_once(("cut", *key), lambda: Cut(graph, *key)), numbers)
 
 
 def _output_labels(outline: Outline) -> list[str]:
@@ -285,7 +295,8 @@ class Shapes:
         copies: the copies that transfers make.
         calls: the calls of its stages.
         trees: the abstract tree of every value.
-        runs, cuts: for each stage, microbatch and slice, how the stage runs and how it is cut.
+        runs, cuts, numbers: for each stage, microbatch and slice, how the stage runs, how it is cut, and the numbers
+            for open sizes of its graph.
         loss_storage: the storage of the loss's cotangent.
     """
 
@@ -296,6 +307,7 @@ class Shapes:
     trees: Mapping[Value, AbstractTree]
     runs: Mapping[Coordinates, StageRun]
     cuts: Mapping[Coordinates, Cut]
+    numbers: Mapping[Coordinates, SizeNumbers]
     loss_storage: int
 
     def is_untraced(self, op: Op) -> bool:

@@ -108,7 +108,7 @@ class ExchangeLane:
         launches = dict[int, Launch]()
         for row, instruction in enumerate(instructions):
             op = instruction.ops[0]
-            graph = lowered.parts.get(op)
+            graph = lowered.parts[op].filled() if op in lowered.parts else None
             if op.rank == rank and is_exchange(op) and (op.kind in "FBI" if graph is None else graph.is_collective):
                 # A loss is computed from the result within the same op, so that op waits itself.
                 computes_loss = graph is None and any(value.name == "loss" for value in op.writes)
