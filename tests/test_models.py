@@ -2,10 +2,8 @@
 
 import functools
 
-import pytest
 import torch
 
-import fpipe
 from fpipe.meaning.from_functions import from_functions
 from fpipe.model import normalise_inputs
 from tests.refusals import refusals
@@ -90,27 +88,3 @@ model_with_tie((1, "e"), (0, "e"))
     ValueError: the tie ((1, 'e'), (0, 'e')) names stage 1 first; the leaf lives in the earliest, 0.
 """,
 )
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_spread_vocabulary_has_the_cross_entropy_of_the_whole_head(ranks: int):
-    torch.manual_seed(0)
-    body = from_functions([lambda p, inputs: p["w"][inputs[0]]], lambda y, _: y.mean())
-    model = fpipe.spread_vocabulary(body, ranks, vocabulary=7)
-    embedding, head = torch.randn(7, 4), torch.randn(7, 4, requires_grad=True)
-    params = ({"w": embedding}, *({"weight": shard} for shard in head.detach().tensor_split(ranks)), {})
-    tokens, labels = torch.randint(7, (2, 6, 3))
-    steps = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))
-    result = fpipe.build(steps(fpipe.program(model)), model)(params, ((tokens, labels), labels))
-    loss = torch.nn.functional.cross_entropy((embedding[tokens] @ head.T).flatten(0, 1), labels.flatten())
-    loss.backward()
-    torch.testing.assert_close(result.loss, loss.detach())
-    torch.testing.assert_close(torch.cat([grads["weight"] for grads in result.grads[1:-1]]), head.grad)
-
-
-def test_a_vocabulary_has_a_word_for_each_shard():
-    body = from_functions([lambda p, x: x], lambda y, _: y.sum(), reduction="sum")
-    with pytest.raises(ValueError, match=r"ranks=3 shards of 2 words: each has at least one\."):
-        fpipe.spread_vocabulary(body, 3, vocabulary=2)
-    with pytest.raises(ValueError, match="the loss of a spread vocabulary is a mean; found reduction='sum'"):
-        fpipe.spread_vocabulary(body, 2, vocabulary=2)

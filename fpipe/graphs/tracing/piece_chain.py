@@ -317,7 +317,7 @@ def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
         for label, leaves in reads.items()
     }
     x = [tree.unflatten(spec, tokens_by_label[label]) for label, spec in call.specs if is_input(label)]
-    params = [tokens_by_label[label][index] for label, index in param_slots_of(model, stage.forward)]
+    params = [tokens_by_label[label][index] for label, index in param_slots_of(model, call.stage, stage.forward)]
     has_several_inputs = isinstance(model.inputs[call.stage], tuple)
     try:
         constants = tokens_by_label.get("const", [])

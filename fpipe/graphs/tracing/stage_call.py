@@ -125,7 +125,7 @@ def as_flat_function(
         x = tuple(inputs) if isinstance(model.inputs[call.stage], tuple) else inputs[0]
         # a. The stage of a net takes lists of tensors, in the order of its names.
         if isinstance(stage.forward, PositionalStage):
-            slots = param_slots_of(model, stage.forward)
+            slots = param_slots_of(model, call.stage, stage.forward)
             params = [leaves_by_label[label][index] for label, index in slots]
             buffer_places = buffer_indices(stage.forward, call)
             with collect_marks() as marks, pure(stage.forward, "it", leaves_by_label, tracing=True):
@@ -170,12 +170,12 @@ def as_flat_function(
     return run_loss if call.stage is None else run_stage
 
 
-def param_slots_of(model: Model, module: PositionalStage) -> list[tuple[str, int]]:
+def param_slots_of(model: Model, stage: int, module: PositionalStage) -> list[tuple[str, int]]:
     """Return the label of each parameter of a module, and its index under that label, in the module's order.
 
     A tied parameter is a bundle with a label of its own; all others stand under `params`, as `bind_inputs` orders them.
     """
-    tied = {leaf.name: label_at("params", leaf.bundle) for leaf in model.tied(module.number)}
+    tied = {leaf.name: label_at("params", leaf.bundle) for leaf in model.tied(stage)}
     next_index = count()
     return [(tied[name], 0) if name in tied else ("params", next(next_index)) for name, *_ in module.names]
 
@@ -185,5 +185,5 @@ def buffer_indices(module: PositionalStage, call: StageCall) -> tuple[int, ...]:
     if not module.state_names:
         return ()
     index_by_name: dict[str, int] = tree.unflatten(dict(call.specs)["state"], range(len(dict(call.reads)["state"])))
-    check_keys(index_by_name, module.state_names, f"state of stage {module.number}", "a buffer that it writes")
+    check_keys(index_by_name, module.state_names, f"state of stage {call.stage}", "a buffer that it writes")
     return tuple(index_by_name[name] for name in module.state_names)

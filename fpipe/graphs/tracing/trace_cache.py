@@ -354,7 +354,7 @@ class Traces:
             specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))
             if call.stage not in self._twin_by_stage:
                 self._twin_by_stage[call.stage] = stage.forward.sharing_key()
-            param_slots = param_slots_of(self.model, stage.forward)
+            param_slots = param_slots_of(self.model, call.stage, stage.forward)
             twin = (self._twin_by_stage[call.stage], *param_slots, buffer_indices(stage.forward, call))
             return twin, call_key, specs, *context_key
         # A function around a net bakes the net's constants into its trace: they belong to the key, by identity.
@@ -369,9 +369,9 @@ class Traces:
     def _backward_runner(self, call: StageCall) -> BackwardRunner | None:
         """Return how to run a module's backward: with its parameters bound, since a checkpoint calls modules again."""
         module = None if call.stage is None else self.model.stages[call.stage].forward
-        if not isinstance(module, PositionalStage):
+        if call.stage is None or not isinstance(module, PositionalStage):
             return None
-        param_slots = param_slots_of(self.model, module)
+        param_slots = param_slots_of(self.model, call.stage, module)
 
         def run_backward(arguments: Mapping[str, list[Any]], function: Callable[[], Any]) -> Any:
             return module.with_tensors_bound(
