@@ -30,7 +30,7 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         angles = (torch.arange(x.shape[-2]) + self.first_position)[:, None] * torch.tensor([1.0, 0.1])
         a, b = x.chunk(2, -1)
-        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1).to(x.dtype)
 
 
 class Attention(nn.Module):

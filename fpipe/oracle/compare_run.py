@@ -72,7 +72,9 @@ def compare_run(net: nn.Module, folder: str | Path, *, loss: Loss | None = None)
         former = ranks
     for rank in former or ():
         for name in rank.header["unseen"]:
-            findings.notes[f"Modules inside {name} are not seen: torch.compile runs no hooks in them."] = None
+            findings.notes[f"Modules inside {name or 'the net'} are not seen: torch.compile runs no hooks in them."] = (
+                None
+            )
         for name in sorted(rank.unjudged):
             findings.notes[f"{name} is not judged: rank {rank.rank} has a part of another shape."] = None
     return report_of(findings)

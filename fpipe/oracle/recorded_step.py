@@ -97,7 +97,7 @@ class RecordedStep:
     def partial_modules(self, net: nn.Module) -> set[str]:
         """Return the names of modules that this rank has without all of their parts, as of a pipeline's stage."""
         fused = {target.rpartition(".")[0] for targets in self.header["fused"].values() for target in targets}
-        present = self.header["modes"].keys() | fused
+        present = self.header["modes"].keys() | fused | set(self.header["unseen"])
         partial = set[str]()
         # Children before parents: a list of layers is no call, so the module around it lacks what the list lacks.
         for name, module in reversed([*net.named_modules()]):

@@ -5,7 +5,7 @@ accumulation  grads[k] = grads[k - 1] + g[k]          reduction  reduced = sum o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -206,10 +206,15 @@ def _explain_reduction(
     error = distance(actual, total / n)
     if n == 1:
         return f"it is {explain_gradient(actual, copies[0])}, and no other rank has it"
-    # Each rank's own gradient may be divided all the same.
-    pairs = [*zip(reduced, copies, strict=True)]
-    if any(all(distance(grad, copy / k) <= 1e-3 * error for grad, copy in pairs) for k in (1, n)):
-        return f"it is not added over ranks: rank {holders[position]} has its own"
+    for group_by_rank in _list_groupings(n):
+        sums = [_sum(copies[i] for i in group) for group in group_by_rank]
+        # Gradients may be divided all the same.
+        pairs = [*zip(map(to_double, reduced), sums, strict=True)]
+        if any(all(distance(grad, total / k) <= 1e-3 * error for grad, total in pairs) for k in _divisors_of(n)):
+            group = [holders[i] for i in group_by_rank[position]]
+            if len(group) == 1:
+                return f"it is not added over ranks: rank {group[0]} has its own"
+            return f"it is added over ranks {', '.join(map(str, group))} alone"
     for missing, copy in enumerate(copies):
         remaining = total - to_double(copy)
         if any(distance(to_double(actual), remaining / k) <= 1e-3 * error for k in (1, n - 1, n)):
@@ -218,6 +223,20 @@ def _explain_reduction(
     if scale is not None and scale != 1:
         return f"it is {scale:.6g} x the mean of {n} ranks: {'reduced' if scale > 1 else 'divided'} twice?"
     return f"it is {explain_gradient(to_double(actual), total / n)}, the mean of {n} ranks"
+
+
+def _list_groupings(n: int) -> Iterator[list[range]]:
+    """Yield the ranks that each of n ranks adds with, along each axis that their mesh may have, small groups first.
+
+    >>> [*_list_groupings(4)][1]
+    [range(0, 2), range(0, 2), range(2, 4), range(2, 4)]
+    >>> [*_list_groupings(4)][2]
+    [range(0, 4, 2), range(1, 4, 2), range(0, 4, 2), range(1, 4, 2)]
+    """
+    yield [range(i, i + 1) for i in range(n)]
+    for size in _divisors_of(n)[-2:0:-1]:
+        yield [range(i - i % size, i - i % size + size) for i in range(n)]
+        yield [range(i % (n // size), n, n // size) for i in range(n)]
 
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor:

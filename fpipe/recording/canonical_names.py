@@ -87,7 +87,7 @@ class CanonicalNames:
         if is_visible and (not inner_name or inner_name == "_orig_mod"):
             self.modules[name] = module
         if is_visible and is_compiled:
-            self.unseen.append(name or "the net")
+            self.unseen.append(name)
             if inner_name != "_orig_mod":
                 self.modules.pop(name)
         for key, param in module.named_parameters(recurse=False):
