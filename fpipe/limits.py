@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, wraps
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TextIO, TypeVar, Union, get_args, get_origin
@@ -38,6 +39,7 @@ def check_whole_number(name: str, number: object, *, minimum: int = 1, maximum: 
     Traceback (most recent call last):
     ValueError: ranks is a whole number, at most 20000; found 100000000.
     """
+    number = as_plain(number)
     if type(number) is not int or number < minimum:
         raise ValueError(f"{name} is a whole number, at least {minimum}; found {number!r}.")
     if number > maximum:
@@ -124,11 +126,18 @@ def checked(
             if report is not None:
                 report(error, args, kwargs)
             raise
-        return function(*args, **kwargs)
+        inner_function: Any = function
+        plain_kwargs = {name: as_plain(argument) for name, argument in kwargs.items()}
+        return inner_function(*map(as_plain, args), **plain_kwargs)
 
     # pickle looks a function up by module and name, and takes it only if it finds the same object.
     door.__module__, door.__qualname__ = package, function.__name__
     return door
+
+
+def as_plain(argument: Any) -> Any:
+    """Return a whole number of numpy as an int, as programs and their texts have it, and anything else unchanged."""
+    return int(argument) if isinstance(argument, Integral) and not isinstance(argument, bool) else argument
 
 
 def checked_init(cls: type[R]) -> type[R]:
@@ -234,9 +243,9 @@ def is_allowed(argument: object, annotation: Any) -> bool:
             if argument == value
         )
     if annotation is int or annotation is float:
-        if isinstance(argument, type):
-            return False  # the class int has the methods of its numbers
-        return not isinstance(argument, bool) and hasattr(argument, f"__{'index' if annotation is int else 'float'}__")
+        if isinstance(argument, bool | type):
+            return False  # the class float has the methods of its numbers
+        return isinstance(argument, Integral) if annotation is int else hasattr(argument, "__float__")
     return _is_of_kind(argument, annotation) and all(
         is_allowed(part, part_annotation) for _, part, part_annotation in _parts(argument, annotation)
     )

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from tests.toys import linear, merged
 CHECKED_CLASSES = (
     *(fpipe.Candidates, fpipe.Chunk, fpipe.Cluster, fpipe.Kind, fpipe.LengthCosts, fpipe.Machine, fpipe.Model),
     *(fpipe.Pop, fpipe.Stage, fpipe.Stash, fpipe.Style),
+    *(callbacks.CSV, callbacks.Progress, callbacks.TensorBoard, callbacks.WandB, callbacks.Workload),
 )
 # Values that a parameter of an annotation refuses. Of others only `object()` is tried, which none allows.
 WRONG_BY_ANNOTATION: dict[str, tuple[Any, ...]] = {
@@ -72,6 +74,10 @@ def test_a_checked_function_is_pickled_by_its_public_name():
 test_refusals = refusals(
     globals(),
     """
+callbacks.CSV(3)
+    TypeError: file is a string or a path; found 3.
+callbacks.Progress(totl=3)
+    TypeError: Progress() has no argument totl; did you mean total?
 # Swapped arguments.
 fpipe.save(PROGRAM, "folder", PARAMS)
     TypeError: folder is a string or a path; are folder and program swapped?
@@ -150,6 +156,19 @@ fpipe.checkpoint("sometimes")
     ValueError: policy is 'always', 'except_last', 'never' or a function; found 'sometimes'.
 """,
 )
+
+
+def test_numbers_of_numpy_are_numbers():
+    """Used to pass the check of arguments, and be refused inside."""
+    two = numpy.int64(2)
+    schedule = schedules.hanayo(two, waves=numpy.int64(1))
+    program = fpipe.chain(fpipe.split(two), schedule)(fpipe.program(numpy.int64(4)))
+    assert str(program) == str(fpipe.chain(fpipe.split(2), schedules.hanayo(2, waves=1))(fpipe.program(4)))
+    placed = fpipe.place(numpy.array([0, 1]), homes={numpy.int64(1): [two]})(fpipe.program(two))
+    assert str(placed) == str(fpipe.place([0, 1], homes={1: [2]})(fpipe.program(2)))
+    assert fpipe.simulate(PROGRAM, fpipe.Costs(numpy.float32(2))) == fpipe.simulate(PROGRAM, fpipe.Costs(2))
+    with pytest.raises(ValueError, match=r"ranks is a whole number; found a Tensor\."):
+        schedules.gpipe(torch.tensor(2))
 
 
 def test_a_member_of_an_enum_of_strings_is_a_word():

@@ -7,6 +7,7 @@ import pytest
 
 import fpipe
 from fpipe.program import ProgramError
+from tests.test_cli import output_of
 
 
 def test_rows_have_the_numbers_of_simulate_and_bounds():
@@ -45,6 +46,15 @@ def test_compare_takes_names_transforms_and_programs():
     assert [row.name for row in comparison] == ["gpipe", "2", "mine", "4", "its program"]
     assert len({(row.makespan, row.peak, row.bound) for row in comparison}) == 1
     assert fpipe.compare([("v", fpipe.schedules.zbv(2))], 2, 4, stages=4)["v"].refused == ""
+
+
+def test_stages_are_those_of_names_that_say_none():
+    """Three stages on two ranks, two for a name with its own."""
+    rows = fpipe.compare(["one_f_one_b", "one_f_one_b:stages=2", "zbv"], 2, 4, stages=3)
+    assert [row.timeline.program.stages for row in rows if row.timeline] == [3, 2]
+    assert "this program has 3" in rows["zbv"].refused
+    typed = "compare one_f_one_b one_f_one_b:stages=2 zbv -p 2 -m 4 -s 3"
+    assert output_of(*typed.split()) == f"{rows}\n"
 
 
 def test_schedules_that_refuse_the_size_have_a_row_with_the_reason():

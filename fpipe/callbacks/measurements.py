@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.limits import checked_init
 from fpipe.meaning.single_device.result import Result
 
 
+@checked_init
 @dataclass(frozen=True)
 class Workload:
     """The work of one step over all processes, from which rates follow.
@@ -36,7 +38,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, number in vars(self).items():
-            if number is not None and not (isinstance(number, int | float) and number > 0):
+            if number is not None and not number > 0:
                 raise ValueError(f"{name} is a positive number, found {number!r}.")
         if self.peak_flops is not None and self.flops is None:
             raise ValueError("a share of the peak needs flops= and peak_flops=.")

@@ -6,6 +6,7 @@ step = build(..)        -->        step = track(build(..), Progress(steps=100), 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.single_device.result import Result
-from fpipe.meaning.step import Step
 
 
 @runtime_checkable
@@ -39,7 +39,7 @@ class Callback(Protocol):
 class TrackedStep:
     """Step that calls its callbacks, and context that closes them."""
 
-    def __init__(self, step: Step, callbacks: tuple[Callback, ...]) -> None:
+    def __init__(self, step: Callable[..., Result], callbacks: tuple[Callback, ...]) -> None:
         self.step, self.callbacks = step, callbacks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
@@ -66,7 +66,7 @@ class TrackedStep:
                 stack.callback(getattr(callback, "close", _do_nothing))
 
 
-def track(step: Step, *callbacks: Callback, every_rank: bool = False) -> TrackedStep:
+def track(step: Callable[..., Result], *callbacks: Callback, every_rank: bool = False) -> TrackedStep:
     """Return the step with functions that are called after it, by rank 0 alone where there are several processes.
 
     Args:

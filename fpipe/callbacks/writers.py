@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fpipe.callbacks.measurements import Workload, measure
-from fpipe.limits import check_whole_number
+from fpipe.limits import check_whole_number, checked_init
 from fpipe.meaning.single_device.result import Result
 
 
@@ -42,6 +42,7 @@ class StepWriter(ABC):
         """Write the numbers of `measure`; steps count from 1."""
 
 
+@checked_init
 class CSV(StepWriter):
     """Append a row for each step to a CSV file, with the numbers of `measure`.
 
@@ -84,6 +85,7 @@ class CSV(StepWriter):
         self.rows_before = len(rows)
 
 
+@checked_init
 class TensorBoard(StepWriter):
     """Write the numbers of each step as TensorBoard's scalars.
 
@@ -115,6 +117,7 @@ class TensorBoard(StepWriter):
         self.writer.close()
 
 
+@checked_init
 class WandB(StepWriter):
     """Log the numbers of each step to a run of Weights & Biases.
 
@@ -144,6 +147,7 @@ class WandB(StepWriter):
         self.run.log(dict(numbers), step=step)
 
 
+@checked_init
 class Progress(StepWriter):
     """Show a line with the step, loss, rates, memory and the time left; one in ten steps where there is no terminal.
 

@@ -93,6 +93,7 @@ def compare(
     names_or_files: options.NamesOrFiles = None,
     ranks: options.Ranks = 4,
     microbatches: options.Microbatches = 8,
+    stages: options.Stages = None,
     replicated: options.Replicated = False,
 ) -> None:
     """Put schedules side by side: time, memory, lower bound (fpipe.compare).
@@ -114,13 +115,14 @@ def compare(
       python -m fpipe compare hanayo:waves=2 interleaved:stages=12 zbv
       python -m fpipe compare zb_h1 zb_h2 zbv --costs F=10,B=12,W=8,c=0.5
       python -m fpipe compare one_f_one_b my_table.csv --html both.html
+      python -m fpipe compare gpipe interleaved --ranks 4 --stages 12
     """
     options.refuse_sizes_of_files(typed, names_or_files or ())
     typed_names = names_or_files or names()
     subjects = [(name, read_program(name, replicated=replicated)) if is_file(name) else name for name in typed_names]
     costs = priced.on_cluster
     typed_costs = costs.for_library if costs.are_typed else None
-    comparison = compare_schedules(subjects, ranks, microbatches, typed_costs)
+    comparison = compare_schedules(subjects, ranks, microbatches, typed_costs, stages=stages)
     print(comparison)
     served = [row for row in comparison if row.timeline is not None]
     if not served:

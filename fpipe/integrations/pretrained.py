@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
+from fpipe.limits import check_whole_number, checked, checked_init
 from fpipe.model import Model
 from fpipe.models.from_module import from_module
 from fpipe.models.parameters.load import load_params
@@ -30,6 +31,7 @@ from fpipe.transforms.training import program as program_of
 Inputs = Mapping[str, Any]
 
 
+@checked_init
 @dataclass(frozen=True)
 class Pipeline:
     """How a Trainer's batch is pipelined.
@@ -57,6 +59,13 @@ class Pipeline:
     cuts: Sequence[str] | None = None
     options: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("ranks", "stages", "microbatches"):
+            if getattr(self, name) is not None:
+                check_whole_number(name, getattr(self, name))
+        if isinstance(self.schedule, str):
+            get(self.schedule)
+
     def transform(self, ranks: int, microbatches: int, replica_axis: str | None) -> Transform:
         """Return the transform of the program of a batch of so many microbatches."""
         schedule = get(self.schedule) if isinstance(self.schedule, str) else self.schedule
@@ -64,6 +73,7 @@ class Pipeline:
         return chain(*parts, *([] if replica_axis is None else [data_parallel(replica_axis)]))
 
 
+@checked
 def from_pretrained_by_stage(
     name_or_folder: str | os.PathLike[str],
     pipeline: Pipeline,
@@ -94,8 +104,10 @@ def from_pretrained_by_stage(
         OSError: there is no such model or folder.
     """
     # 1. Make the net on meta, but for the buffers that it computes.
-    config = transformers.AutoConfig.from_pretrained(name_or_folder)
     folder = Path(name_or_folder)
+    if folder.is_absolute() and not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {str(folder)!r}.")
+    config = transformers.AutoConfig.from_pretrained(name_or_folder)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 

@@ -33,6 +33,7 @@ from fpipe.integrations.pretrained import Inputs as Inputs
 from fpipe.integrations.pretrained import Pipeline as Pipeline
 from fpipe.integrations.pretrained import cut_net
 from fpipe.integrations.pretrained import from_pretrained_by_stage as from_pretrained_by_stage
+from fpipe.limits import checked_init
 from fpipe.meaning.purity.keys import fold_in
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import Step
@@ -45,6 +46,7 @@ from fpipe.transforms.split_backward import forward_only
 from fpipe.transforms.training import program as program_of
 
 
+@checked_init
 class PipelineTrainer(transformers.Trainer):
     """A Trainer that computes its gradients by a pipeline.
 

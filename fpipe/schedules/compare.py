@@ -143,7 +143,7 @@ def compare(
         costs: seconds of a microbatch on a whole rank, as `Costs.per_rank(F=, B=, W=)` takes them; by default one for
             each F, I and W. A rank that cuts its share into v stages, and each microbatch into Q slices, takes 1/(vQ)
             of them for an op. Or `f(parts) -> Costs` for vQ parts.
-        stages: of transforms; by default one a rank.
+        stages: of transforms, by default one a rank, and of names, by default as many as the schedule wants.
 
     Returns:
         A `Comparison` with a row for each schedule; the row of one that refuses the size says why.
@@ -197,6 +197,7 @@ def named_program_maker(
     """Return the name of a schedule and a function that builds its program; an unknown name is refused at once."""
     if isinstance(schedule, str):
         named = parse(schedule)
+        named = replace(named, stages=named.stages or stages)
         return schedule, lambda: named.program(ranks, microbatches, costs_of_parts)
     name, transform_or_program = (
         cast("tuple[str, Transform | Program]", schedule) if isinstance(schedule, tuple) else (str(number), schedule)

@@ -74,7 +74,7 @@ class Schedule:
         >>> about("gpipe").program(ranks=2, microbatches=4)
         <Program: 2 stages, 4 microbatches, 2 ranks, 31 ops>
         """
-        steps = (split(microbatches), self.factory(ranks, **options), merge())
+        steps = (split(check_whole_number("microbatches", microbatches)), self.factory(ranks, **options), merge())
         return chain(*steps)(base_program(self.stage_count(ranks, options) if stages is None else stages))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol, cast
 
 from fpipe.limits import LARGEST_NUMBER
@@ -112,10 +113,11 @@ def interpolate(name: str, low: Any, high: Any, weight: float) -> Any:
     return [(1 - weight) * low_cost + weight * high_cost for low_cost, high_cost in zip(*lists, strict=True)]
 
 
-def _checked_number(expected: str, number: object) -> float:
-    # A bool is an int in Python, but costs=True is a mistake.
-    if not isinstance(number, int | float) or isinstance(number, bool):
+def _checked_number(expected: str, number: Any) -> float:
+    # A bool is an int in Python, but costs=True is a mistake. Numbers of numpy are numbers too.
+    if not isinstance(number, Real) or isinstance(number, bool):
         raise ValueError(f"{expected}; found {number!r}, which is no number.")
+    number = number if isinstance(number, int) else float(number)
     if not (number >= 0 and math.isfinite(number)):
         raise ValueError(f"{expected}; found {number!r}.")
     # Costs near 1e308 are finite, and their sums are not: tables of nan.

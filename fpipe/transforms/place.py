@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fpipe.check import check_ranks
-from fpipe.limits import check_whole_number
+from fpipe.limits import as_plain, check_whole_number
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.transforms._rewrite import Transform, as_transform, is_move, place_by_data, rebuild, with_rank
 
@@ -62,7 +62,7 @@ def place(
     @as_transform
     def transform(program: Program) -> Program:
         rule, homes_by_stage = _rule_of(policy, program, ranks), homes
-        if policy == "bidirectional" and homes is None:
+        if isinstance(policy, str) and policy == "bidirectional" and homes is None:
             homes_by_stage = bidirectional_ranks(program.stages, ranks)[1]
         return rebuild_at(program, [_place_op(op, rule) for op in program.ops], homes_by_stage)
 
@@ -85,10 +85,13 @@ def checked_homes(program: Program, homes: Homes | None) -> dict[int, tuple[int,
     if homes is None:
         return {}
     argument = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes
-    for stage in argument:
+    ranks_by_stage = {
+        as_plain(stage): tuple(map(as_plain, home if isinstance(home, Iterable) else (home,)))
+        for stage, home in argument.items()
+    }
+    for stage in ranks_by_stage:
         if type(stage) is not int or not 0 <= stage < program.stages:
             raise ProgramError(f"homes names stage {stage!r}; this program has stages 0..{program.stages - 1}.")
-    ranks_by_stage = {stage: tuple(home) if isinstance(home, Iterable) else (home,) for stage, home in argument.items()}
     for stage, ranks in ranks_by_stage.items():
         if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
             rule = "a home is a rank from 0, or several of them"
@@ -104,7 +107,7 @@ def _place_op(op: Op, rule: RankRule) -> Op:
         if len(ranks) > 1:
             raise ProgramError(f"the parts of {op.cell} would be on ranks {sorted(ranks)}; a PAIR is on one rank.")
         return with_rank(op, ranks.pop())
-    rank = rule(op.kind, op.stage, op.microbatch or 0)
+    rank = as_plain(rule(op.kind, op.stage, op.microbatch or 0))
     if type(rank) is not int or rank < 0:
         raise ProgramError(f"{op.cell} would be on rank {rank!r}; ranks are whole numbers from 0.")
     return with_rank(op, rank)
@@ -113,7 +116,7 @@ def _place_op(op: Op, rule: RankRule) -> Op:
 def _rule_of(policy: str | Sequence[int] | RankRule, program: Program, ranks: int | None) -> RankRule:
     if callable(policy):
         return policy
-    if policy == "bidirectional":
+    if isinstance(policy, str) and policy == "bidirectional":
         half, p = (program.microbatches + 1) // 2, ranks or program.stages
         ranks_down = stage_ranks("linear", program.stages, ranks)
         return lambda kind, stage, microbatch: ranks_down[stage] if microbatch < half else p - 1 - ranks_down[stage]
