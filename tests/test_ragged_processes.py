@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.meaning.step import StepOptions
+from fpipe.runtimes.processes.replicas import Voters
 from fpipe.runtimes.processes.step_header import refuse_varying_counts
-from tests.processes import Processes, time_call
+from tests.processes import SOON, Processes, time_call
 from tests.refusals import refusals
 from tests.test_distributed import local_part, to_meta
 from tests.test_lengths import LENGTHS, attend, by_hand, cross_entropy, documents, embed, make_params
@@ -231,14 +232,15 @@ def hand_in_mistake(rank: int, mistake: str) -> str:
     example = local_params if ranks == 1 else params, three
     step = fpipe.build(make_program, model, runtime="distributed", mesh=mesh, example=example)
     unlike = three if rank == 0 else single
-    batch = {"counts": unlike, "none": None}.get(mistake, single)
+    batch = {"counts": unlike, "sides of counts": sides_of(unlike, rank, 2), "none": None}.get(mistake, single)
     return time_call(lambda: step(local_params, batch))[0]
 
 
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     {
-        "counts": "rank 1 was handed 1 microbatches, and rank 0 3.",
+        "counts": "rank 1 differs from rank 0 in its number of microbatches: 1 instead of 3.",
+        "sides of counts": "rank 1 was handed 1 microbatches, and rank 0 3.",
         "none": "no rank was handed a batch.",
         "schedule": "rank 1 differs from rank 0 in its program",
         "exchanges": "1 microbatches exchange",
@@ -248,6 +250,57 @@ def test_a_mistake_with_numbers_of_microbatches_is_named_on_all_ranks(pair: Proc
     for outcome in pair.run(hand_in_mistake, mistake):
         assert outcome.startswith("ValueError: ")
         assert sentence in outcome
+
+
+def disagree(rank: int, mistake: str) -> tuple[int, str, bool]:
+    """Return how often ranks gather numbers in steps that are right, and how a step ends in which they differ."""
+    model, params = make_model(2)
+    three, single = (fpipe.pack(documents(), tokens=tokens) for tokens in (12, 32))
+    others = fpipe.pack(documents(OTHER_LENGTHS), tokens=12)
+    step = fpipe.build(
+        lambda count: program_of(model, count),
+        model,
+        runtime="distributed",
+        example=(params, three),
+        check_batch="never",
+    )
+    gathers = list[Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        gather = Voters.gather
+        patch.setattr(Voters, "gather", lambda *args: gathers.append(args) or gather(*args))
+        for batch in (three, single, three, single, others):
+            step(params, batch)
+    unlike = {
+        "known counts": (three, single),
+        "known lengths": (three, others),
+        "a new count": (three, [*three, *three]),
+        "a new length": (single, fpipe.pack(documents(OTHER_LENGTHS), tokens=32)),
+        "two new counts": ([*three, *three], [*three, *single]),
+        "a new length and a new count": (fpipe.pack(documents((4, 5, 6)), tokens=8), [*three, *three]),
+        "a side": (three, sides_of(three, 1, 2)),
+    }[mistake]
+    error, seconds = time_call(lambda: step(params, unlike[rank]))
+    return len(gathers), error, seconds < SOON
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    {
+        "known counts": "not in the same step",
+        "known lengths": "not in the same step",
+        "a new count": "not in the same step",
+        "a new length": "not in the same step",
+        "two new counts": "differs from rank 0 in its number of microbatches: 4 instead of 6",
+        "a new length and a new count": "differs from rank 0 in its number of microbatches: 6 instead of 3",
+        "a side": "a rank was handed None, and both sides in the first step",
+    }.items(),
+)
+def test_ranks_that_hold_both_sides_send_no_header_and_notice_where_they_differ(
+    pair: Processes, mistake: str, sentence: str
+):
+    for gathers, error, is_soon in pair.run(disagree, mistake):
+        assert (gathers, is_soon) == (1, True)
+        assert sentence in error
 
 
 def refuse(*axes: str, **options: bool) -> None:

@@ -50,6 +50,7 @@ class Meeting:
         self.key = group, build
         self.gloo_backend: Any = None
         self._store, self._keys = PrefixStore(f"meet/{group}/{build}", faults.store), list[str]()
+        self._gather_count = 0
 
     def agree(self, sync_point: str, claims: Claims, patience: float = 0.0) -> None:
         """Wait until all processes come to a point, such as "building the step", and compare their claims there.
@@ -73,7 +74,7 @@ class Meeting:
             return
         if self.gloo_backend is None or not self._hashes_are_equal([self.key, sync_point, hashed_claims], wait):
             outer_wait, watchdog.wait = watchdog.wait, wait
-            self._refuse_difference(sync_point, self._gather_claims(sync_point, hashed_claims), claims)
+            self._refuse_difference(sync_point, self._gather_claims(hashed_claims), claims)
             watchdog.wait = outer_wait
         watchdog.agreement_counts[self.key] += 1
 
@@ -90,24 +91,27 @@ class Meeting:
         self._watchdog.wait_for(work, wait)
         return bool((hashes == own_hash).all())
 
-    def _gather_claims(self, sync_point: str, hashed_claims: Any) -> list[Any]:
+    def _gather_claims(self, hashed_claims: Any) -> list[Any]:
         """Return the claims of each process through the store, once all have written them."""
-        store, keys = self._store, [f"{sync_point}/{process}" for process in self._processes]
+        # Keys are numbered: processes that come to unlike points find each other, and hear in which claim they differ.
+        self._gather_count += 1
+        store, number = self._store, self._gather_count
+        keys = [f"{number}/{process}" for process in self._processes]
         poll_seconds, longest_poll = _POLL_SECONDS
 
         # Write first, then count: a process that reads the full count finds all claims.
         def write() -> int:
             store.set(keys[self._index], json.dumps(hashed_claims))
-            return store.add(f"{sync_point}/come", 1)
+            return store.add(f"{number}/come", 1)
 
         count = self._ask(write)
         while count < len(keys):
             self._watchdog.refuse_ended()
             time.sleep(poll_seconds)
             poll_seconds = min(poll_seconds * 1.5, longest_poll)
-            count = self._ask(lambda: store.add(f"{sync_point}/come", 0))
+            count = self._ask(lambda: store.add(f"{number}/come", 0))
         # Keys are deleted one meeting late: all processes have come here, so all have read those of the one before.
-        old_keys, self._keys = self._keys, [keys[self._index], *([f"{sync_point}/come"] * (self._index == 0))]
+        old_keys, self._keys = self._keys, [keys[self._index], *([f"{number}/come"] * (self._index == 0))]
         self._ask(lambda: [store.delete_key(key) for key in old_keys])
         return [json.loads(text) for text in self._ask(lambda: store.multi_get(keys))]
 
@@ -119,7 +123,7 @@ class Meeting:
                 expected = claims_by_process[first_index][name]
                 if claim != expected:
                     pair, own_claim = (index, first_index), claims.get(name, "")
-                    difference = self._describe_difference(sync_point, pair, (claim, expected), own_claim)
+                    difference = self._describe_difference(pair, (claim, expected), own_claim)
                     member, first_member = self._names[index], self._names[first_index]
                     raise ValueError(
                         f"{member} differs from {first_member} in its {name.partition('|')[0]}{difference}. This is "
@@ -127,12 +131,12 @@ class Meeting:
                     )
 
     def _describe_difference(
-        self, sync_point: str, pair: tuple[int, int], pair_of_claims: tuple[Any, Any], lines: str | Sequence[str]
+        self, pair: tuple[int, int], pair_of_claims: tuple[Any, Any], lines: str | Sequence[str]
     ) -> str:
         if isinstance(pair_of_claims[0], str):
             return f": {pair_of_claims[0]} instead of {pair_of_claims[1]}"
         # These claims are hashes of many lines. Only now that they differ do the two write the lines, for all to read.
-        store, keys = self._store, [f"{sync_point}/{index}/lines" for index in pair]
+        store, keys = self._store, [f"{self._gather_count}/{index}/lines" for index in pair]
 
         def exchange() -> str:
             if self._index in pair:

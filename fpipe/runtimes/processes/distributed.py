@@ -38,7 +38,14 @@ from fpipe.runtimes.processes.captured_rank_step import refuse_uncapturable_mess
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane, bind_exchanges
 from fpipe.runtimes.processes.message_order import messages_of, with_results_last
 from fpipe.runtimes.processes.rank_step import RankLinks
-from fpipe.runtimes.processes.rank_steps import COMPILE_SECONDS, CheckBatch, RankSteps, as_meta, end_run_on_error
+from fpipe.runtimes.processes.rank_steps import (
+    COMPILE_SECONDS,
+    CheckBatch,
+    RankSteps,
+    as_meta,
+    claim_of_count,
+    end_run_on_error,
+)
 from fpipe.runtimes.processes.replicas import Voters, group_of, refuse_wrong_size, replicas_of, with_reduced_last
 from fpipe.runtimes.processes.step_header import (
     StepsByHeader,
@@ -180,8 +187,8 @@ def build_rank_step(
         refuse_wrong_size(group, other_program, mesh)
         laid_out = _lay_out(other_program, process_options.broadcast)
         refuse_other_exchanges(program, laid_out)
-        sync_point = f"step {step_number} with {laid_out.microbatches} microbatches"
-        meeting.agree(sync_point, {"program": str(laid_out).splitlines()})
+        program_claims = claim_of_count(laid_out) | {"program": str(laid_out).splitlines()}
+        meeting.agree(f"step {step_number}", program_claims)
         other_links = links._replace(transfers=connect(laid_out, transfers))
         other_recorded = other_program if step_options.record else None
         return replace(steps, program=laid_out, recorded=other_recorded, links=other_links)

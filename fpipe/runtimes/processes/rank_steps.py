@@ -139,8 +139,8 @@ class RankSteps:
     def agree(self, sync_point: str, input_name: str, prepared: RankStep, key: Keys, more_claims: Claims) -> None:
         """Compare the signature of a step between the ranks of the pipeline, and compile the example's step."""
         # In this order, since an error names the first claim that differs.
-        claims: dict[str, str | Sequence[str]] = {input_name: prepared.input_lines, **more_claims, "key": str(key)}
-        claims |= {**prepared.stage_claims, "messages": prepared.message_lines}
+        claims: dict[str, str | Sequence[str]] = {**claim_of_count(self.program), input_name: prepared.input_lines}
+        claims |= {**more_claims, "key": str(key), **prepared.stage_claims, "messages": prepared.message_lines}
         self.meeting.agree(sync_point, claims)
         # The example's signature is compiled at once, and further ones when they come a second time.
         if self.step_options.compile and not self.begun:
@@ -280,6 +280,11 @@ def _local_state(state: Any, local_state: Sequence[Any]) -> Any:
         return None
     pairs = zip(state, local_state, strict=True)
     return tuple(None if given_state is None else stage_state for stage_state, given_state in pairs)
+
+
+def claim_of_count(program: Program) -> dict[str, str]:
+    """Return the claim of a program's number of microbatches, which is compared before what follows from it."""
+    return {"number of microbatches": str(program.microbatches)}
 
 
 def as_meta(leaf: Any) -> Any:

@@ -4,10 +4,13 @@
     rank 1: None, signature 1                                          is new to all ranks, or known to all
     rank 2: 3 microbatches, signature 9
 
-A rank tells its number of microbatches (0 for None), the number that it gave to its arguments' signature, and whether
-it has a key. All ranks have the same headers, and so the same table of what they have run: lengths are new to all of
-them or to none. What is new is described in full, and lowered by all at once. Replicas have headers of their own: they
-share their REDUCEs, GATHERs and SCATTERs, and tell one number, how many microbatches they have.
+Where all ranks were handed both sides in the first step, each knows all that a header tells, and sends none. A rank
+that is handed other sides than the others is then named by its first message, or by the next agreement.
+
+Else a rank tells its number of microbatches (0 for None), the number that it gave to its arguments' signature, and
+whether it has a key. All ranks have the same headers, and so the same table of what they have run: lengths are new to
+all of them or to none. What is new is described in full, and lowered by all at once. Replicas have headers of their
+own: they share their REDUCEs, GATHERs and SCATTERs, and tell one number, how many microbatches they have.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.meaning.step_by_count import MOST_COUNTS, ProgramOfCount, count_microbatches
 from fpipe.program import Program, parts_of
 from fpipe.runtimes.faults.agreement import Claims, first_unequal_lines
+from fpipe.runtimes.faults.watchdog import PeerWait
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane
 from fpipe.runtimes.processes.rank_steps import MAX_SIGNATURES, RankSteps, as_meta
 from fpipe.runtimes.processes.replicas import EXCHANGED_KINDS, Replicas
@@ -52,9 +56,9 @@ class StepsByHeader:
 
     def __post_init__(self) -> None:
         example_steps = self.example_steps
-        # Whether steps begin with a header. The first step decides it for a fixed program; several training steps have
+        # Whether steps begin with a header. The first step decides it; several training steps of a fixed program have
         # several batches, and no header.
-        self._has_header = True if self.make_program is not None else False if example_steps.program.steps > 1 else None
+        self._has_header = False if self.make_program is None and example_steps.program.steps > 1 else None
         self._is_presplit = any(
             "presplit" in dict(op.options) for op in example_steps.program.ops if op.kind == "SPLIT"
         )
@@ -63,56 +67,62 @@ class StepsByHeader:
             self._example_sides = sides_of(example_steps.shapes.batch, self._is_presplit)
         self._reads_microbatch = any("microbatch" in stage.keywords for stage in example_steps.model.stages)
         self._numbers, self._next_number = LRUCache[Any, int](MAX_SIGNATURES), count(1)
-        self._steps_by_header = LRUCache[tuple[Header, int | None], RankSteps](MAX_SIGNATURES)
+        self._steps_by_header = LRUCache[tuple[Header | int, int | None], RankSteps](MAX_SIGNATURES)
         self._steps_by_count = LRUCache[int, RankSteps](MOST_COUNTS)
         self._steps_by_count[example_steps.program.microbatches] = example_steps
 
     def run(self, local_inputs: StepInputs) -> Result:
         """Run the step of the batch that the ranks were handed; all ranks of a pipeline call it."""
         example_steps = self.example_steps
-        if self._has_header is False:
+        if self._has_header is False and self.make_program is None:
             return example_steps.run(local_inputs)
         sides = sides_of(local_inputs.batch, self._is_presplit)
         voters, sync_point = example_steps.voters, f"step {example_steps.begun}"
         wait = voters.wait_at(sync_point)
+        misses_side = any(map(_is_missing, sides, self._example_sides))
         if self._has_header is None:
             # A rank that is handed None cannot see lengths change: if there is one, all need headers.
-            misses = any(map(_is_missing, sides, self._example_sides))
-            self._has_header = any(voters.gather((misses,), wait)[0])
+            self._has_header = any(voters.gather((misses_side,), wait)[0])
             return self.run(local_inputs)
         local_inputs = replace(local_inputs, batch=sides)
-        leaves, containers = tree.flatten(local_inputs.trees)
-        signature = example_steps.signatures.of(leaves, containers, homes=repeat(example_steps.device))
-        number = self._numbers.get_or_make(signature, lambda: next(self._next_number))
         microbatches = 0 if self.make_program is None else count_microbatches(sides)
-        statement = microbatches, number, local_inputs.key is not None
-        header = tuple(zip(*voters.gather(statement, wait), strict=True))
-        microbatches = _count_of_header(header) if self.make_program is not None else 0
+        has_key, header = local_inputs.key is not None, microbatches
+        if self._has_header:
+            leaves, containers = tree.flatten(local_inputs.trees)
+            signature = example_steps.signatures.of(leaves, containers, homes=repeat(example_steps.device))
+            number = self._numbers.get_or_make(signature, lambda: next(self._next_number))
+            header = tuple(zip(*voters.gather((microbatches, number, has_key), wait), strict=True))
+            microbatches = _count_of_header(header) if self.make_program is not None else 0
+            has_key = any(is_keyed for *_, is_keyed in header)
+        elif misses_side:
+            raise ValueError("a rank was handed None, and both sides in the first step: pass both in each step.")
         first_microbatch = None
         if self.make_program is not None and example_steps.links.replicas is not None:
             earlier_count = example_steps.links.replicas.count_earlier(microbatches, sync_point)
             # Only stages that see the index of a microbatch, or draw by it, are lowered anew for another one.
-            has_key = any(is_keyed for *_, is_keyed in header)
             first_microbatch = earlier_count if has_key or self._reads_microbatch else None
         steps = self._steps_by_header.get((header, first_microbatch))
         if steps is None:
-            example_steps.links.watchdog.wait = wait
-            steps = self._steps_of_new_header(microbatches, sides)
+            steps = self._steps_of_new_header(microbatches, sides, wait)
             steps = replace(steps, links=steps.links._replace(first_microbatch=first_microbatch))
             self._steps_by_header[header, first_microbatch] = steps
         steps.begun = example_steps.begun
         return steps.run(local_inputs)
 
-    def _steps_of_new_header(self, microbatches: int, sides: Sides) -> RankSteps:
+    def _steps_of_new_header(self, microbatches: int, sides: Sides, wait: PeerWait) -> RankSteps:
         """Return the steps of a header that no rank has met, which know the shapes of the whole batch."""
         steps = self.example_steps
         sides_by_rank: list[Any] = [None] * steps.links.group.size()
-        dist.all_gather_object(sides_by_rank, tree.tree_map(as_meta, sides), group=steps.links.group)
-        steps.links.watchdog.wait = None
+        if self._has_header:
+            steps.links.watchdog.wait = wait
+            dist.all_gather_object(sides_by_rank, tree.tree_map(as_meta, sides), group=steps.links.group)
+            steps.links.watchdog.wait = None
         if self.make_program is not None:
             known_steps = self._steps_by_count.get(microbatches)
             steps = known_steps or self.add_program(self.make_program(microbatches), steps.begun)
             self._steps_by_count[microbatches] = steps
+        if not self._has_header:
+            return steps
         batch = merge_sides(sides_by_rank, self._example_sides, microbatches)
         return replace(steps, shapes=replace(steps.shapes, batch=batch), has_one_signature=True)
 

@@ -65,10 +65,11 @@ class GlooConnections:
         self._next_tag = 0
         self.backend_by_name: dict[str, Any] = {}
 
-    def take_tags(self, count: int) -> int:
-        """Reserve tags for the messages of a new step, and return the first."""
-        first_tag, self._next_tag = self._next_tag, self._next_tag + count
-        return first_tag
+    def take_tags(self, count: int) -> range:
+        """Reserve tags for the messages of a step."""
+        tags = range(self._next_tag, self._next_tag + count)
+        self._next_tag += count
+        return tags
 
     def connect(
         self, group: ProcessGroup, directions: Iterable[Direction], rank: int, store: Store, timeout: timedelta
@@ -137,13 +138,35 @@ Leaves = list[Any]
 _LARGE_KEY = 10**30
 
 
+class MessagePlaces:
+    """The tag and the room of the k-th message of each direction, shared by all programs of a step.
+
+    A rank that runs the program of another number of microbatches is then named by its first message.
+    """
+
+    def __init__(self) -> None:
+        self.tags, self.signature_count = list[int](), 0
+        # The largest message of all programs and signatures, by source, target and place.
+        self._most_bytes = dict[tuple[int, int, int], int]()
+
+    def bytes_of(self, message: Message) -> int:
+        """Return the bytes of the room for a message: at first a header."""
+        return self._most_bytes.get((message.source, message.target, message.place_in_direction), HEADER)
+
+    def make_room(self, message: Message, size: int) -> None:
+        """Make room for a message of `size` bytes."""
+        place = message.source, message.target, message.place_in_direction
+        self._most_bytes[place] = max(self.bytes_of(message), size)
+
+
 class Transfers:
     """The messages that one rank sends and receives in a step, for values on its device.
 
     They are carried on the host, or with NCCL on the GPU. The host does not read headers on a GPU before the step is
     over, since that would wait for the GPU.
 
-    With `connected`, the transfers of another program, new connections are made only where that one has none.
+    With `connected`, the transfers of another program of the step, both share their places, and new connections are
+    made only where that one has none.
 
     Raises:
         RankError: another rank does not connect in time.
@@ -175,7 +198,8 @@ class Transfers:
         connecting = PeerWait(tuple(processes), "did not connect to the others", "at building the step")
         store = PrefixStore("fpipe/connections/" + "/".join(map(str, meeting.key)), default_store())
         # Connecting blocks until the peers connect: the watchdog ends that wait if one is dead.
-        watchdog.wait, self._first_tag = connecting, 0
+        watchdog.wait = connecting
+        self._places = MessagePlaces() if connected is None else connected._places
         try:
             if self._on_streams:
                 groups = {} if connected is None else connected._group_by_direction
@@ -184,7 +208,8 @@ class Transfers:
                 self._group_by_direction = {**groups, **new_groups}
             else:
                 self._group_by_direction = connections.connect(group, directions, rank, store, timeout)
-                self._first_tag = connections.take_tags(len(messages))
+                place_count = 1 + max((message.place_in_direction for message in messages), default=-1)
+                self._places.tags += connections.take_tags(max(0, place_count - len(self._places.tags)))
         except RuntimeError as error:
             raise watchdog.as_rank_error(error, connecting) from error
         watchdog.wait, meeting.gloo_backend = None, next(iter(connections.backend_by_name.values()), None)
@@ -202,12 +227,11 @@ class Transfers:
                 self._outgoing_by_target[message.target].append(message)
                 omission = f"did not receive what {message.cell} of rank {rank} writes"
                 self._wait_by_number[message.number] = PeerWait((processes[message.target],), omission, "at the end of")
-        # 3. Make room: headers alone, until `add_signature` tells how large values are.
+        # 3. Order the receives.
         self._queue_order, self._queued_counts = queue_of_rank(messages, rank)
         self._place_by_number = {message.number: queue_index for queue_index, message in enumerate(self._queue_order)}
-        self._bytes_by_number = {message.number: HEADER for message in messages}
         self._posted_until = dict[int, int]()
-        self._rank, self._signature_count = rank, 0
+        self._rank = rank
         # The header that graphs send: a replay reads this memory, which the host fills before it.
         self._graph_header = torch.empty(HEADER, dtype=torch.uint8, device=device)
         self.begin_step(0, 0, None, keeps=False)
@@ -222,12 +246,12 @@ class Transfers:
         # A receive has room for the largest message of all signatures. Gloo ends the process when a message is larger
         # than its memory, so a rank that is handed other arguments could not be named.
         for value, layout in layouts.items():
-            number = self._message_by_value[value].number
-            self._bytes_by_number[number] = max(self._bytes_by_number[number], layout.size)
+            self._places.make_room(self._message_by_value[value], layout.size)
         for incoming in self._incoming_by_source.values():
-            self._posted_until |= posted_counts(incoming, self._bytes_by_number)
-        self._signature_count += 1
-        return self._signature_count
+            bytes_by_number = {message.number: self._places.bytes_of(message) for message in incoming}
+            self._posted_until |= posted_counts(incoming, bytes_by_number)
+        self._places.signature_count += 1
+        return self._places.signature_count
 
     def begin_step(self, step: int, signature: int, key: int | None, keeps: bool) -> None:
         """Begin a step.
@@ -269,7 +293,7 @@ class Transfers:
         def send(*operands: Leaves) -> Sequence[Leaves]:
             for (message, layout), leaves in zip(sent_messages, compute_leaves(*operands), strict=True):
                 # Both sides of an NCCL transfer must name the same size; a receive of gloo takes shorter messages.
-                size = self._bytes_by_number[message.number] if self._on_streams else layout.size
+                size = self._places.bytes_of(message) if self._on_streams else layout.size
                 buffer = layout.pack(leaves, self._sent_header, size)
                 self._advance_queue(self._place_by_number[message.number])
                 self._start_send(message, buffer if self._is_carried_on_device else buffer.to(self.carrier_device))
@@ -306,9 +330,13 @@ class Transfers:
     def _start_send(self, message: Message, buffer: Tensor) -> None:
         group, peer = self._group_by_direction[message.source, message.target]
         try:
-            self._sends[message.number] = buffer, group.send([buffer], peer, self._first_tag + message.number)
+            self._sends[message.number] = buffer, group.send([buffer], peer, self._tag_of(message))
         except RuntimeError as error:
             raise self._watchdog.as_rank_error(error, self._wait_by_number[message.number]) from error
+
+    def _tag_of(self, message: Message) -> int:
+        # NCCL has no tags: each direction has a communicator of its own, and its messages come in order.
+        return 0 if self._on_streams else self._places.tags[message.place_in_direction]
 
     def _advance_queue(self, count: int) -> None:
         """With NCCL, post the receives among this rank's first `count` messages, and free buffers that have left."""
@@ -380,9 +408,9 @@ class Transfers:
             return
         incoming, (group, peer) = self._incoming_by_source[source], self._group_by_direction[source, self._rank]
         for message in incoming[posted_count:count]:
-            buffer = torch.empty(self._bytes_by_number[message.number], dtype=torch.uint8, device=self.carrier_device)
+            buffer = torch.empty(self._places.bytes_of(message), dtype=torch.uint8, device=self.carrier_device)
             try:
-                work = group.recv([buffer], peer, self._first_tag + message.number)
+                work = group.recv([buffer], peer, self._tag_of(message))
                 self._receives_in_flight[message.number] = buffer, work
             except RuntimeError as error:
                 raise self._watchdog.as_rank_error(error, self._wait_by_number[message.number]) from error
