@@ -83,36 +83,73 @@ def test_a_filled_trace_is_the_closed_one(name: str) -> None:
         assert [*map(canonical_parts, opened)] == [*map(canonical_parts, closed)]
 
 
-def gradients_of(net: nn.Module, inputs: Tensor, target: Tensor) -> list[Tensor]:
+def gradients_of(net: nn.Module, inputs: Tensor, target: Tensor, loss: Any = F.mse_loss) -> list[Tensor]:
     net = copy.deepcopy(net)
     total = torch.zeros(())
     for x, t in zip(inputs.split(1), target.split(1), strict=True):
-        loss = F.mse_loss(net(x), t) / len(inputs)
-        loss.backward()
-        total += loss.detach()
+        part = loss(net(x), t) / len(inputs)
+        part.backward()
+        total += part.detach()
     return [total, *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)]
 
 
-def build_step(net: nn.Sequential, **options: Any) -> Any:
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
+def build_step(net: nn.Sequential, loss: Any = F.mse_loss, **options: Any) -> Any:
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss)
     chain = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(ranks=2), fpipe.merge(outputs=False))
     step = fpipe.build(chain(fpipe.program(model)), model, **options)
     return lambda *batch: step(params, batch)
 
 
-def test_new_lengths_have_the_bits_of_autograd_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.Sequential(*(Attention() for _ in range(2)))
-    step, traced = build_step(net), []
-    trace = trace_cache.trace
-    monkeypatch.setattr(trace_cache, "trace", lambda *args: [traced.append(1), trace(*args)][1])
+def mean_square(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by each trace."""
+    numbers, trace = list[int](), trace_cache.trace
+    monkeypatch.setattr(trace_cache, "trace", lambda *args: [numbers.append(1), trace(*args)][1])
+    return numbers
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, mean_square])
+def test_new_lengths_have_the_bits_of_autograd_without_a_trace(traced: list[int], loss: Any) -> None:
+    """A mean over one row, and `x[:, None]` of an open size, were traced at each length."""
+    net = nn.Sequential(Attention(), Scaled(), Attention())
+    step = build_step(net, loss)
     for count, length in enumerate((5, 8, 6, 31, 9, 8)):
         traced.clear()
         inputs, target = torch.randn(2, length, 8), torch.randn(2, length, 8)
         result = step(inputs, target)
         actual = [result.loss, *fpipe.tree.leaves(result.grads)]
-        expected = gradients_of(net, inputs, target)
-        assert all(map(torch.equal, actual, expected))
+        assert all(map(torch.equal, actual, gradients_of(net, inputs, target, loss)))
         assert bool(traced) == (count < 2)
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+def test_sizes_that_cannot_be_open_run_by_the_definition_until_they_have_come_back(traced: list[int]) -> None:
+    net = nn.Sequential(Recurrent(8, 8, batch_first=True), nn.Dropout(0.5), nn.Linear(8, 8))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
+    program = fpipe.chain(
+        fpipe.split(2), fpipe.schedules.zb_h1(ranks=2), fpipe.merge(outputs=False), fpipe.update("AdamW")
+    )(fpipe.program(model))
+    step, reference_step = fpipe.build(program, model), fpipe.build(program, model, trace=False)
+    opt = fpipe.optimizer_state(program, params)
+    for key, (length, is_traced) in enumerate([(5, 1), (8, 1), (6, 0), (7, 0), (6, 0), (6, 0), (6, 0), (6, 1), (6, 0)]):
+        traced.clear()
+        batch = torch.randn(2, length, 8), torch.randn(2, length, 8)
+        result = step(params, batch, opt=opt, lr=0.1, key=key)
+        expected = reference_step(params, batch, opt=opt, lr=0.1, key=key)
+        actual_leaves, expected_leaves = (fpipe.tree.leaves((x.loss, x.params, x.opt)) for x in (result, expected))
+        assert all(
+            a.equal(b) if isinstance(a, Tensor) else a == b for a, b in zip(actual_leaves, expected_leaves, strict=True)
+        )
+        assert bool(traced) == is_traced
+        params, opt = result.params, result.opt
 
 
 def test_lengths_share_their_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:

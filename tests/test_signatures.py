@@ -267,10 +267,12 @@ def test_a_batch_that_changes_its_shape_is_named():
         return smooth(p, x) / int(x.shape[0])
 
     _, step = built(count_in_python)
-    for rows in range(2, 10):
-        step(PARAMS, (torch.randn(rows, 4), torch.randn(rows, 4)))
-    with pytest.warns(UserWarning, match=r"last time batch\[0\] was float32\[9, 4\] .* and is float32\[10, 4\]"):
-        step(PARAMS, (torch.randn(10, 4), torch.randn(10, 4)))
+    # From the third on they are traced when they have come back.
+    batches = [(torch.randn(2 * rows, 4),) * 2 for rows in range(2, 11) for _ in range(signature.TRACED_VISIT)]
+    for batch in batches[:-1]:
+        step(PARAMS, batch)
+    with pytest.warns(UserWarning, match=r"last time batch\[0\] was float32\[18, 4\] .* and is float32\[20, 4\]"):
+        step(PARAMS, batches[-1])
 
 
 def test_a_slow_trace_of_another_row_count_is_logged_once(
@@ -286,7 +288,18 @@ def test_a_slow_trace_of_another_row_count_is_logged_once(
     assert record.rank == 0
     message = record.getMessage()
     assert "batch[0] was float32[16, 3] with strides [3, 1] on cpu and is float32[13, 3]" in message
-    assert "drop_last=True" in message
+    assert message.endswith("(dimension 0).")
+
+
+def test_sizes_that_cannot_share_a_trace_are_said_to_run_under_autograd(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(signature, "_SLOW_TRACE", 0)
+    _, step = built(lambda p, x: smooth(p, x) / int(x.shape[0]))
+    for rows in (8, 6, 5):
+        step(PARAMS, (torch.ones(rows, 4), torch.ones(rows, 4)))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "(dimension 0). Sizes cannot share a trace here: further ones run under autograd until" in message
 
 
 def test_equal_keys_of_params_keep_their_types():

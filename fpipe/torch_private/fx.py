@@ -274,6 +274,11 @@ def noted_guards(shape_env: Any) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(guard.expr for guard in shape_env.guards))
 
 
+def fixes_symbol(guard: Any) -> bool:
+    """Whether a condition holds for one size alone, such as of a size that Python read as a number."""
+    return guard.is_Relational and guard.rel_op == "==" and len(guard.free_symbols) == 1
+
+
 def is_expression(x: Any) -> bool:
     """Whether something is an expression of symbols."""
     return type(x).__module__.startswith(("sympy.", "torch.utils._sympy")) if type(x) not in _PLAIN else False

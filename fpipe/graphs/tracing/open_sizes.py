@@ -23,6 +23,7 @@ from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, Outline
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.torch_private.fx import (
     evaluate_expression,
+    fixes_symbol,
     is_expression,
     new_symbol,
     new_symbols,
@@ -135,6 +136,8 @@ class OpenSizes:
         guards = [guard for guard in noted_guards(self.shape_env) if not symbols.isdisjoint(guard.free_symbols)]
         if any(guard.free_symbols - symbols for guard in guards):
             raise Untraceable("its sizes are bound to those of another call")
+        if any(map(fixes_symbol, guards)):
+            raise Untraceable("it reads a size as a number")
         self.guards = tuple(guards)
 
     def rename_symbols(self) -> _Renaming:
@@ -273,7 +276,9 @@ def canonical_parts(traced: Graph | Outline) -> Any:
         if isinstance(x, Fact):
             return canonical(x.aval), numbers.setdefault(x.storage, len(numbers)), x[2:]
         if isinstance(x, Aval):
-            return repr((tuple(x.shape), tuple(x.stride), *x[2:]))
+            # Nobody steps along a dimension of size 1, where `expand` of symbols has another stride than of numbers.
+            stride = tuple(0 if size == 1 else dim_stride for size, dim_stride in zip(x.shape, x.stride, strict=True))
+            return repr((tuple(x.shape), stride, *x[2:]))
         if isinstance(x, Name):
             return numbers.setdefault(x, len(numbers))
         if isinstance(x, Mapping):
@@ -294,6 +299,7 @@ class Opening(Generic[T]):
     def __init__(self) -> None:
         self.closed_trace: tuple[list[TensorLayout], T] | None = None
         self.open_traces: list[tuple[OpenSizes, T]] = []
+        self.is_closed = False  # whether a trace could not be opened, and further sizes will need one each
 
     def find(self, layouts: list[TensorLayout]) -> tuple[T, SizeNumbers] | None:
         """Return the open trace that covers a call, and the numbers of the call; None if there is none."""
@@ -304,7 +310,8 @@ class Opening(Generic[T]):
         self, symbols: Symbols, layouts: list[TensorLayout], close: Callable[[], T], open_up: Callable[[OpenSizes], T]
     ) -> tuple[T, SizeNumbers]:
         """Trace a call that no open trace covers: with open sizes where that is possible, else closed."""
-        if self.closed_trace is None or len(self.open_traces) >= _MAX_OPEN_TRACES:
+        self.is_closed = len(self.open_traces) >= _MAX_OPEN_TRACES
+        if self.closed_trace is None or self.is_closed:
             closed = close()
             self.closed_trace = self.closed_trace or (layouts, closed)
             return closed, SizeNumbers()
@@ -313,6 +320,7 @@ class Opening(Generic[T]):
         with suppress(Exception):
             first_layouts, first_trace = self.closed_trace
             sizes = OpenSizes(symbols, first_layouts, layouts)
+            self.is_closed = True
             with sizes.tracing():
                 torch_trace = open_up(sizes)
             open_trace = sizes.rename_symbols().trace(torch_trace)
@@ -325,6 +333,7 @@ class Opening(Generic[T]):
                     else (first_numbers.trace(open_trace), first_trace)
                 )
                 if _are_equal(*pair):
+                    self.is_closed = False
                     self.open_traces.append((sizes, open_trace))
                     return open_trace, numbers
         self.closed_trace = layouts, close()

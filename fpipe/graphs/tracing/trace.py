@@ -8,6 +8,7 @@ The gradient is computed by `torch.autograd.grad`, so the ops are those of plain
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -143,7 +144,7 @@ class _OpLog(TorchDispatchMode):
             # log of an outline can be compared with the ops of a trace.
             with self:
                 return func.decompose(*args, **(kwargs or {}))
-        if func not in _NOT_LOGGED:
+        if _is_logged(func, args):
             self.ops.append(str(func))
             self.scalars += [
                 as_expression(argument) for argument in args if isinstance(argument, bool | int | float | _OPEN_NUMBERS)
@@ -206,8 +207,9 @@ def trace(
         traced: Any = trace_on_fakes(run_joint, fakes)
         # 1. Log the ops as they ran, before any rewrite, to be compared with those of the outline.
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
-        ops = (node.target for node in calls if not isinstance(node.meta.get("val"), _OPEN_NUMBERS))
-        ran = tuple(str(op) for op in ops if isinstance(op, OpOverload) and op not in _NOT_LOGGED)
+        op_calls = (node for node in calls if not isinstance(node.meta.get("val"), _OPEN_NUMBERS))
+        op_calls = (node for node in op_calls if isinstance(node.target, OpOverload))
+        ran = tuple(str(node.target) for node in op_calls if _is_logged(node.target, node.args))
         refuse_unkeyed_randomness(calls, forward_call_counts[0])
         # 2. Make the graph functional. It has its casts as ops: run under autocast, it would cast once more.
         replace_fills(traced)
@@ -410,6 +412,12 @@ def _build_graph(
 _IDENTITIES = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 # make_fx copies constants, which a plain run does not, so the copies may not count as ops that ran.
 _NOT_LOGGED = (*_IDENTITIES, _aten.lift_fresh_copy.default)
+
+
+def _is_logged(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an op counts as one that ran; of an open size torch takes a slice for `x[:]`, and of a number none."""
+    is_whole_slice = op is _aten.slice.Tensor and (*args[2:],) == (0, sys.maxsize)
+    return op not in _NOT_LOGGED and not is_whole_slice
 
 
 def _unused_name(name: str, used_names: set[str]) -> Name:

@@ -127,6 +127,7 @@ class Traces:
             weakref.finalize(model, _STORE_BY_MODEL_ID.pop, id(model))
         self._store = _STORE_BY_MODEL_ID.setdefault(id(model), TraceStore()) if store is None else store
         self.fill_count = self.trace_count = 0
+        self.is_closed = False  # whether a trace could not be opened
         # Open traces are kept apart from closed ones: a symbol means nothing beyond the traces that share it.
         self._symbols, self._open_store = Symbols(), TraceStore()
         self._keys: dict[StageCall, Any] = {}
@@ -148,6 +149,7 @@ class Traces:
         """Return the outline of a new call: filled into an open one, or traced."""
         template, layouts = split_layouts(call.reads)
         if not self._may_open(call):
+            self.is_closed = True
             return self._store.outlines.get_or_make(self._key(call), lambda: self._new_outline(call))
         key = self._key(replace(call, reads=template))
         opening = self._store.outline_openings.get_or_make(key, Opening)
@@ -178,6 +180,7 @@ class Traces:
         self.trace_count += 1
         count = len(opening.open_traces)
         trace = opening.trace(self._symbols, layouts, close, open_up)
+        self.is_closed = self.is_closed or opening.is_closed
         if len(opening.open_traces) == count:
             # A trace that was given up may have fixed symbols.
             self._symbols, self._open_store = Symbols(), TraceStore()

@@ -32,7 +32,7 @@ from fpipe.runtimes.capture.device_graph import GraphStreams
 from fpipe.runtimes.capture.refusals import NEEDS_TRACES
 from fpipe.runtimes.in_process.threads import ThreadedStep, Workers
 from fpipe.runtimes.lowering.prepared_step import PreparedStep
-from fpipe.runtimes.lowering.signature import Signatures
+from fpipe.runtimes.lowering.signature import TRACED_VISIT, Signatures
 from fpipe.runtimes.lowering.slots import ProcessContext
 from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, UntracedStages
 from fpipe.runtimes.lowering.untraced_stages import UnexpectedValue
@@ -88,6 +88,13 @@ def build_local_step(
     is_costly = options.compile or options.graph
     filled_steps: LRUCache[Any, PreparedStep] = LRUCache(_MAX_SIGNATURES if is_costly else _MAX_FILLED)
     latest = list[PreparedStep]()  # the step that was prepared last
+    # Sizes that cannot share a trace may never come back: each runs by the definition until it has.
+    has_closed_sizes = False
+    visits_by_signature: LRUCache[int, int] = LRUCache(_MAX_UNTRACED)
+
+    def waits_for_trace(signature: Any) -> bool:
+        visits = visits_by_signature[hash(signature)] = visits_by_signature.get(hash(signature), 0) + 1
+        return has_closed_sizes and visits < TRACED_VISIT
 
     def find_step(signature: Any) -> Any:
         prepared = step_by_signature.get(signature, _UNKNOWN)
@@ -105,7 +112,7 @@ def build_local_step(
             step_by_signature[signatures.of(*tree.flatten(inputs.trees), homes=prepared.leaf_devices)] = prepared
 
     def run(inputs: StepInputs) -> Result:
-        nonlocal compiles_first
+        nonlocal compiles_first, has_closed_sizes
         for mode in dispatch_modes() if workers else ():
             raise RuntimeError(
                 f"a TorchDispatchMode is on ({type(mode).__name__}), which sees the ops of one thread alone; say "
@@ -145,7 +152,11 @@ def build_local_step(
                 if prepared is _UNKNOWN:
                     start_time = time.perf_counter()
                     run_reference, lower = partial(reference_step.run, inputs), partial(prepare, inputs)
-                    result, prepared = _prepare_first_step(run_reference, lower, has_only_graphs, options.graph)
+                    waits = waits_for_trace(signature)
+                    traces_now = has_only_graphs and not waits
+                    result, prepared = _prepare_first_step(run_reference, lower, traces_now, waits, options.graph)
+                    if waits and prepared is None and result is not None:
+                        return result
                     if prepared is not None and compiles_first:
                         prepared.compile()
                         compiles_first = False
@@ -155,7 +166,10 @@ def build_local_step(
                             prepared.continue_audits(latest)
                     else:
                         step_by_signature[signature] = prepared
-                        signatures.note_trace(signature, inputs.trees, time.perf_counter() - start_time)
+                        if prepared is not None and not is_costly:
+                            has_closed_sizes = has_closed_sizes or prepared.lowered.is_closed
+                        seconds = time.perf_counter() - start_time
+                        signatures.note_trace(signature, inputs.trees, seconds, has_closed_sizes)
                     latest[:] = [] if prepared is None else [prepared]
                     if result is not None:
                         return result
@@ -179,6 +193,7 @@ def build_local_step(
 
 _MAX_SIGNATURES = 128
 _MAX_FILLED = 8
+_MAX_UNTRACED = 4096
 _UNKNOWN = object()
 _TRACE_LOCK = threading.RLock()
 
@@ -186,16 +201,22 @@ _TRACE_LOCK = threading.RLock()
 def _prepare_first_step(
     run_reference: Callable[[], Result],
     prepare: Callable[[UntracedStages], PreparedStep],
-    has_only_graphs: bool,
+    traces_now: bool,
+    waits: bool,
     needs_traces: bool,
 ) -> tuple[Result | None, PreparedStep | None]:
-    """Lower a first step, after a run by the definition if its stages are new; None for a part that is skipped."""
+    """Lower a first step, after a run by the definition if its stages are new; None for a part that is skipped.
+
+    A step that `waits` is lowered only if all its traces are there.
+    """
     # If all stages are graphs, or traced before, no Python of a user runs that could be wrong, or fill a cache.
     with suppress(Untraceable):
-        return None, prepare(UntracedStages(existing_traces_only=not has_only_graphs))
+        return None, prepare(UntracedStages(existing_traces_only=not traces_now))
     untraced = UntracedStages()
     # Run the definition first: its errors are the clearest, and what stages cache is real before they are traced.
     result, reference_result = run_reference(), None
+    if waits:
+        return result, None
     # Each round finds one more stage that cannot be traced, and lets it run under autograd in the next.
     while True:
         try:

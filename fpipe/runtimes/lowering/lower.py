@@ -211,6 +211,7 @@ class _Lowering:
             parts=self.parts,
             read_leaves=self.read_leaves,
             is_filled=traces.fill_count > 0 and traces.trace_count == 0,
+            is_closed=traces.is_closed,
         )
 
     def is_collective(self, inputs: Mapping[Value, AbstractTree]) -> bool:

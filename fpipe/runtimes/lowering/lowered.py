@@ -114,6 +114,7 @@ class Lowered:
         graphs: the graphs of each stage, and of the loss under None, with the sizes of this signature.
         parts: the part of a stage's graph that an instruction runs, by its first op.
         is_filled: whether its graphs are open traces of other sizes, filled with the sizes of this signature.
+        is_closed: whether a trace was made that could not be opened: further sizes will need a trace each.
         read_leaves: for parameters that an op writes, the indices of leaves that graphs read; of others all are read.
     """
 
@@ -130,3 +131,4 @@ class Lowered:
     parts: Mapping[Op, SizedGraph]
     read_leaves: Mapping[Value, Collection[int]]
     is_filled: bool
+    is_closed: bool

@@ -81,16 +81,19 @@ class Signatures:
             self._current = signature
         return self._current
 
-    def note_trace(self, signature: Any, arguments: Any, seconds: float) -> None:
-        """Note that a step was traced for a signature, and say what changed if that is slow or happens often."""
+    def note_trace(self, signature: Any, arguments: Any, seconds: float, has_closed_sizes: bool) -> None:
+        """Note that a step was traced for a signature, and say what changed if that is slow or happens often.
+
+        `has_closed_sizes` says that further sizes cannot share a trace, and will run by the definition at first.
+        """
         self._trace_count += 1
         if self._trace_count > 1 and seconds > _SLOW_TRACE and not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "this step was traced again, which took %.1f s: %s. A last batch with fewer rows is best dropped "
-                "(DataLoader(..., drop_last=True)) or padded.",
+                "this step was traced again, which took %.1f s: %s.%s",
                 seconds,
                 _describe_change(self._last_traced, signature, arguments),
+                _CLOSED_SIZES if has_closed_sizes else "",
             )
         if self._trace_count == _MAX_TRACES + 1:
             change = _describe_change(self._last_traced, signature, arguments)
@@ -104,6 +107,12 @@ class Signatures:
 
 
 _MAX_TRACES = 8
+TRACED_VISIT = 5
+"""The visit at which a step is traced for sizes that cannot share a trace: a trace pays from about five steps on."""
+_CLOSED_SIZES = (
+    f" Sizes cannot share a trace here: further ones run under autograd until they come {TRACED_VISIT} times. "
+    "Drop a last batch with fewer rows (drop_last=True), or pad to few lengths (fpipe.pad)."
+)
 _SLOW_TRACE = 0.5
 """Seconds after which a second trace is worth a line in the log."""
 _LOG = logger_of(__name__)
@@ -161,7 +170,15 @@ def _describe_change(previous: Any, current: Any, arguments: Any) -> str:
     if index >= len(paths):
         return "a buffer or a frozen parameter changed its shape, dtype or strides"
     root, _, leaf_path = paths[index].removeprefix("['").partition("']")
-    return f"{root}{leaf_path} was {_describe_properties(old)} and is {_describe_properties(new)}"
+    changed = _changed_dims(old, new)
+    dims = f" (dimension {' and '.join(map(str, changed))})" if changed else ""
+    return f"{root}{leaf_path} was {_describe_properties(old)} and is {_describe_properties(new)}{dims}"
+
+
+def _changed_dims(old: Any, new: Any) -> list[int]:
+    if len(old) == 2 or len(new) == 2:
+        return []
+    return [dim for dim, sizes in enumerate(zip(old[1], new[1], strict=False)) if sizes[0] != sizes[1]]
 
 
 def _describe_properties(properties: Any) -> str:
