@@ -130,16 +130,25 @@ class ScatterRows(torch.autograd.Function):
         return GatherRows.forward(ctx, grads[0])
 
 
+class Router(nn.Linear):
+    """Returns its logits, for a loss of balance, and the weights and numbers of two experts."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = super().forward(input)
+        weights, choices = logits.softmax(-1).topk(2, -1)
+        return logits, weights, choices
+
+
 class Mixture(nn.Module):
     """The best two of four experts for each token."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.router = Router(WIDTH, 4, bias=False)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, choices = self.router(x).softmax(-1).topk(2, -1)
+        _, weights, choices = self.router(x)
         # [tokens, experts]: the weight of each expert, 0 where it is not chosen.
         shares = torch.zeros(len(x), 4, dtype=x.dtype).scatter(1, choices, weights)
         return x + self.combine(x, shares)
@@ -159,6 +168,15 @@ class ParallelMixture(Mixture):
 def make_mixtures() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Mixture(), nn.LayerNorm(WIDTH), Mixture(), nn.Linear(WIDTH, WIDTH))
+
+
+def test_outputs_of_which_others_are_made_are_right(tmp_path: Path):
+    """Used to count gradients of logits twice: as recorded, and as they flow from the weights."""
+    net = make_mixtures()
+    x, t = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
+    with fpipe.record_run(tmp_path, net=net) as record, record.step((x, t)), record.microbatch((x, t)):
+        mse(net(x), t).backward()
+    assert fpipe.compare_run(net, tmp_path, loss=mse).notes == ()
 
 
 def train_expert_parallel(rank: int, folder: str, case: str) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fpipe.oracle.recorded_calls import Call, RecordedCalls, input_hashes, module_call
 from fpipe.oracle.recorded_choice import RecordedChoice
 from fpipe.oracle.recorded_step import RecordedStep
+from fpipe.oracle.replay_graph import find_readers, subtract_flows
 from fpipe.oracle.run_report import eps_of
 from fpipe.recording.choice_watch import ChoiceWatch
 from fpipe.recording.record_files import as_spec, from_spec
@@ -50,6 +51,7 @@ class CallResult:
         choices: the top-k of the call's own code, in order.
         readers: for each child, the places that its outputs reach without passing another: other children, or -1 for
             the call's own outputs.
+        flows: by the index of an output, the gradient that it has of another output or a child that reads it.
         eps: the machine epsilon of the coarsest result.
         has_grads: whether the backward could be replayed.
     """
@@ -61,6 +63,7 @@ class CallResult:
     param_grads: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     choices: list[RecordedChoice] = field(default_factory=list[RecordedChoice])
     readers: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    flows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     eps: float = 0.0
     has_grads: bool = True
 
@@ -177,25 +180,21 @@ class CallReplay:
         for child, inputs in result.child_inputs.items():
             roots += zip(inputs, self._outer_input_grads(child), strict=False)
         pairs = [
-            (root, moved(grad) if moved else grad)
+            (root, (moved(grad) if moved else grad).to(root.dtype))
             for root, grad in roots
             if grad is not None and root.requires_grad and root.shape == grad.shape
         ]
+        result.flows = subtract_flows(result.outputs, pairs)
         sources = [*leaves, *chain.from_iterable(outputs_by_child.values()), *params.values()]
         needed = [source for source in sources if source.requires_grad]
-        # The stubs cut the graph, so an output reaches a child only through the glue of this call.
-        for reader, tensors in {-1: result.outputs, **result.child_inputs}.items() if finds_readers else ():
-            reached = [tensor.sum() for tensor in tensors if tensor.requires_grad]
-            for child, outputs in outputs_by_child.items() if reached else ():
-                grads_of_place = torch.autograd.grad(reached, outputs, retain_graph=True, allow_unused=True)
-                if any(grad is not None for grad in grads_of_place):
-                    result.readers.setdefault(child, []).append(reader)
+        if finds_readers:
+            result.readers = find_readers(result.outputs, result.child_inputs, outputs_by_child)
         source_grads: dict[int, Tensor | None] = {}
         if pairs and needed:
             values = torch.autograd.grad(
                 [root for root, _ in pairs],
                 needed,
-                [grad.to(root.dtype) for root, grad in pairs],
+                [grad for _, grad in pairs],
                 allow_unused=True,
             )
             source_grads = {id(source): value for source, value in zip(needed, values, strict=True)}

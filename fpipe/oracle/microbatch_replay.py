@@ -126,6 +126,9 @@ class MicrobatchReplay(CallReplay):
     ) -> None:
         """Compare the gradient of an output of a child, as the call and its later children hand it back."""
         name = self._calls[child]["module"]
+        flow = self._results[child].flows.get(index) if child in self._results else None
+        if flow is not None:
+            expected = flow if expected is None else expected + flow
         if actual is None and expected is None:
             return
         template = expected if expected is not None else actual
