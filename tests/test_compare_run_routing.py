@@ -198,7 +198,8 @@ def train_expert_parallel(rank: int, folder: str, case: str) -> None:
                 param.grad.zero_()
             if param not in experts and not (case == "router alone" and name == "3.router.weight"):
                 dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
+            if param not in experts or case != "experts summed":
+                param.grad /= dist.get_world_size()
         record.reduced()
         optimizer.step()
 
@@ -210,6 +211,13 @@ def test_expert_parallel_mixtures_are_right(two: Processes, tmp_path: Path):
     assert "1 is not judged: a rank has some of its parts." in report.notes
     names = {leaf.name for leaf in report.leaves}
     assert {"step 0: 3.experts.2, output 0", "step 0: reduced gradient of 3.experts.0.weight, rank 0"} <= names
+
+
+def test_experts_that_are_summed_beside_averages_are_noted(two: Processes, tmp_path: Path):
+    two.run(train_expert_parallel, str(tmp_path), "experts summed")
+    notes = fpipe.compare_run(make_mixtures(), tmp_path, loss=mse).notes
+    sentence = "Gradients such as that of 1.experts.0.weight are 2 x the mean of the ranks: is the loss divided?"
+    assert sentence in notes
 
 
 def test_router_weights_that_ranks_do_not_add_up_are_named(two: Processes, tmp_path: Path):

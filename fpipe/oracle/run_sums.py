@@ -166,7 +166,7 @@ def judge_reduction(ranks: Sequence[RecordedStep], losses: int, findings: Findin
     ]
     if len(local) != len(ranks):
         return
-    final = [final_grads(rank) for rank in ranks]
+    final, name_by_times = [final_grads(rank) for rank in ranks], dict[float, str]()
     for name in dict.fromkeys(name for grads in final for name in grads):
         holders = [i for i, grads in enumerate(local) if name in grads and name in final[i]]
         if not holders:
@@ -175,27 +175,32 @@ def judge_reduction(ranks: Sequence[RecordedStep], losses: int, findings: Findin
         n, total = len(copies), _sum(copies)
         are_equal = all(distance(copy, copies[0]) <= 1e-6 * float(to_double(copies[0]).norm()) for copy in copies)
         # Where copies are equal, the backward has reduced them already, and a sum would do so twice. An expert that
-        # takes tokens of all ranks has the sum of their gradients.
-        is_expert = n < losses or all(name in ranks[i].summed_names for i in holders)
-        divisors = _divisors_of(n) if not are_equal else [n * k for k in (_divisors_of(losses) if is_expert else [1])]
+        # takes tokens of all ranks has the sum of their gradients; a digest does not say which one that is.
+        is_digest = ranks[0].is_digest
+        is_expert = n < losses or is_digest or all(name in ranks[i].summed_names for i in holders)
+        addends = losses if is_expert else 1
+        divisors = [n * k for k in _divisors_of(addends)] if are_equal else _divisors_of(n)
         for i in holders:
             actual, rank = final[i][name], ranks[i]
             # A loss scale is divided out before the clip.
             scales = dict.fromkeys((k, factor) for factor in (1.0, rank.loss_factor) for k in divisors)
             rights = {scale: (total / (scale[0] * scale[1])).to(actual.dtype) for scale in scales}
             divisor, factor = min(rights, key=lambda scale: distance(actual, rights[scale]))
-            nearest, times = rights[divisor, factor], n / divisor if not are_equal else 1.0
+            nearest, times = rights[divisor, factor], 1.0 if is_digest and are_equal else divisors[0] / divisor
             # A sum over ranks undoes a loss that is divided by their number.
             is_undone = factor != 1.0 or (times != 1.0 and abs(times * rank.loss_factor - 1) < 1e-3)
             rank.is_unscaled |= is_undone
             limit = _SUM_EPSILONS * eps_of(actual) * sum(float(to_double(copy).norm()) for copy in copies)
             if times != 1.0 and not is_undone:
-                findings.notes[f"Gradients are summed over {n} ranks, not averaged: is the loss divided?"] = None
+                name_by_times.setdefault(times, name)
             label = f"step {rank.step}: reduced gradient of {name}, rank {rank.rank}"
             if not findings.agree(label, actual, nearest, lambda limit=limit: limit):
                 mistake = _explain_reduction([final[j][name] for j in holders], copies, holders.index(i), holders)
                 add_fault(findings, name, "reduction", mistake, rank.step)
                 break
+    for times, name in name_by_times.items():
+        sentence = f"Gradients such as that of {name} are {times:g} x the mean of the ranks: is the loss divided?"
+        findings.notes[sentence] = None
 
 
 def _explain_reduction(
