@@ -51,7 +51,7 @@ def main() -> None:
         return torch.export.export(net, (), inputs, strict=False, dynamic_shapes=shapes)
 
     def cut() -> Any:
-        return fpipe.from_module(net, 4, example=inputs)
+        return fpipe.from_module(net, 4, batch=inputs)
 
     rounds: list[tuple[float, float, float]] = []
     for _ in range(ROUNDS):

@@ -52,7 +52,7 @@ def llama() -> Case:
         ids = torch.randint(256, (MICROBATCHES, length))
         return {"input_ids": ids, "labels": ids}, None
 
-    model, params, _ = fpipe.from_module(net, 2, example=make_batch(64)[0], microbatches=MICROBATCHES)
+    model, params, _ = fpipe.from_module(net, 2, batch=make_batch(64)[0], microbatches=MICROBATCHES)
 
     def loss_of(batch: Any, rows: slice) -> Tensor:
         return net(**{key: leaf[rows] for key, leaf in batch[0].items()}).loss

@@ -32,7 +32,7 @@ def cut(layers: int) -> tuple[fpipe.Model, fpipe.Program]:
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
         x = torch.empty(8, WIDTH)
-    model, _, _ = fpipe.from_module(net, stages=RANKS, loss=nn.functional.mse_loss, example=(x, x))
+    model, _, _ = fpipe.from_module(net, stages=RANKS, loss=nn.functional.mse_loss, batch=(x, x))
     order = fpipe.schedules.one_f_one_b(RANKS)
     return model, fpipe.chain(fpipe.split(8), order, fpipe.merge(outputs=False))(fpipe.program(model))
 

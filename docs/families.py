@@ -66,7 +66,7 @@ def measure(family: Family) -> Row:
 
     torch.manual_seed(0)
     net, batch = family.make(transformers), family.batch()
-    build, (model, params, state) = timed(lambda: fpipe.from_module(net, 4, example=batch, loss=family.loss))
+    build, (model, params, state) = timed(lambda: fpipe.from_module(net, 4, batch=batch, loss=family.loss))
     net_state = state if any(state) else None
     schedule = fpipe.chain(fpipe.split(PARTS), fpipe.schedules.zb_h1(4), fpipe.merge())
     step = fpipe.build(schedule(fpipe.program(model)), model)

@@ -101,7 +101,7 @@ def on_meta(config: Config, stages: int, dtype: torch.dtype) -> tuple[fpipe.Mode
     with torch.device("meta"):
         net = Llama(config).to(dtype)
         ids = torch.zeros(config.rows, config.length, dtype=torch.int64)
-    model, params, _ = fpipe.from_module(net, stages=stages, loss=loss, example=(ids, ids))
+    model, params, _ = fpipe.from_module(net, stages=stages, loss=loss, batch=(ids, ids))
     return model, params, (ids, ids)
 
 

@@ -24,7 +24,7 @@ def test_a_cut_net_has_its_own_gradients_or_a_known_error(recipe: ModelRecipe, s
     loss = lambda y, target: loss_and_metrics("mean", y, target)[0]  # noqa: E731
     batch = inputs, target
     try:
-        model, params, state = fpipe.from_module(net, stages, loss=loss, example=batch)
+        model, params, state = fpipe.from_module(net, stages, loss=loss, batch=batch)
     except ValueError as error:
         if any(reason in str(error) for reason in REFUSED):
             return

@@ -209,7 +209,7 @@ def test_norms_are_stacked_in_the_order_of_the_net_however_it_is_cut(
     net, batch = drawn
     fresh = copy.deepcopy(net)
     if door == "net":
-        model, params, _ = fpipe.from_module(fresh, stages, loss=nn.functional.mse_loss, example=batch)
+        model, params, _ = fpipe.from_module(fresh, stages, loss=nn.functional.mse_loss, batch=batch)
     else:
         model, params = fpipe.from_loss(fresh.loss_of, dict(fresh.named_parameters()), batch)
     sharding = [fpipe.shard()] * is_sharded

@@ -286,7 +286,7 @@ class ModelRecipe:
         example, _ = Cut((3,)).drawn(3, 2, torch.Generator(), getattr(torch, self.dtype))
         loss = partial(loss_and_metrics, self.reduction)
         model, params, state = fpipe.from_sequential(
-            net, sizes=sizes, loss=loss, reduction=self.reduction, aux=True, example=example
+            net, sizes=sizes, loss=loss, reduction=self.reduction, aux=True, batch=(example, None)
         )
         return fpipe.freeze(model, *(() if self.constant else self.frozen_names)), params, state
 
@@ -346,7 +346,7 @@ class ModelRecipe:
         ends = [f"stages.{stage}" for stage in range(len(self.stages) - 1)]
         loss: dict[str, Any] = {"loss": partial(loss_and_metrics, self.reduction), "reduction": self.reduction}
         rows = Cut((3,)).drawn(3, example[1].shape[1], torch.Generator(), getattr(torch, self.dtype))
-        model, params, state = fpipe.from_module(net, cuts=ends, example=rows, aux=True, **loss)
+        model, params, state = fpipe.from_module(net, cuts=ends, batch=rows, aux=True, **loss)
         owned = {of_layer(name): name for stage in params for name in stage}
         still = [owned[name] for name in self.frozen_names if name in owned]
         return fpipe.freeze(model, *still), params, state if any(state) else None

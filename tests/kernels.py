@@ -414,7 +414,7 @@ def outcome(make: Callable[[], nn.Module], door: str) -> str:
         expected_grads = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
         try:
             if door == "from_module":
-                model, params, _ = fpipe.from_module(net, cuts=["0", "1"], loss=F.mse_loss, example=batch)
+                model, params, _ = fpipe.from_module(net, cuts=["0", "1"], loss=F.mse_loss, batch=batch)
             else:
                 model, params, _ = fpipe.from_sequential(net, 3, loss=F.mse_loss)
             program = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(3), fpipe.merge())(fpipe.program(model))

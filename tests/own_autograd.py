@@ -97,7 +97,7 @@ def assert_cut_equals_net(
     Tied leaves, which several stages sum, and names that begin with a path of `near` may differ by rounding.
     """
     key, microbatch_count = 3, 2
-    model, params, state = fpipe.from_module(net, 4, example=batch, loss=loss)
+    model, params, state = fpipe.from_module(net, 4, batch=batch, loss=loss)
     steps = fpipe.schedules.zb_h1(4), fpipe.checkpoint("except_last"), fpipe.merge()
     program = fpipe.chain(fpipe.split(microbatch_count), *steps)(fpipe.program(model))
     traced_state = state if any(state) else None

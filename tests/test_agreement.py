@@ -41,7 +41,7 @@ def module_model(is_changed: bool) -> ModelWithParams:
         block_with_constants(torch.tanh), block_with_constants(torch.sigmoid if is_changed else torch.tanh)
     )
     example = torch.ones(7, 4), torch.ones(7, 4)
-    return fpipe.from_module(net, 2, loss=MSE, example=example)
+    return fpipe.from_module(net, 2, loss=MSE, batch=example)
 
 
 def loss_model(is_changed: bool) -> ModelWithParams:

@@ -118,7 +118,7 @@ fpipe.from_sequential(nn.Linear(1, 1))
     TypeError: net is a Sequential; found a Linear. Use fpipe.from_module.
 fpipe.from_sequential([nn.Linear(1, 1)])
     TypeError: net is a Sequential; found a list. nn.Sequential(*modules) makes one.
-fpipe.from_module(nn.Linear, example=BATCH)
+fpipe.from_module(nn.Linear, batch=BATCH)
     TypeError: found the class Linear.
 fpipe.Cluster("2 ranks")
     TypeError: hosts is a whole number; found '2 ranks'. fpipe.Cluster.parse reads a text.

@@ -57,7 +57,7 @@ def cut_modules(net: nn.Sequential, loss: Any = F.mse_loss) -> Any:
 
 
 def cut_graphs(net: nn.Module, loss: Any = F.mse_loss) -> Any:
-    return fpipe.from_module(net, 1, example=BATCH, loss=loss)
+    return fpipe.from_module(net, 1, batch=BATCH, loss=loss)
 
 
 CUTS = [cut_modules, cut_graphs]
@@ -414,9 +414,7 @@ def train_cut_net(rank: int, kind: str, is_on_meta: bool) -> str:
     random.seed(0)  # all ranks cut the same net
     with torch.device("meta" if is_on_meta else "cpu"):
         net = net_with(Scaled(kind), nn.Dropout(0.5), nn.BatchNorm1d(4))
-        model, params, state = fpipe.from_module(
-            net, 2, example=tuple(torch.zeros(8, 4) for _ in BATCH), loss=F.mse_loss
-        )
+        model, params, state = fpipe.from_module(net, 2, batch=tuple(torch.zeros(8, 4) for _ in BATCH), loss=F.mse_loss)
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
     step = fpipe.build(program, model, runtime="distributed", example=(params, BATCH, state), audit="always")
     if is_on_meta:
@@ -578,7 +576,7 @@ class TiedHead(nn.Module):
 def test_a_tied_weight_under_autocast_passes_the_audit():
     """Used to be accused: autocast casts the weight of the whole net once, and so adds its gradients in bfloat16."""
     torch.manual_seed(0)
-    Trainer(fpipe.from_module(TiedHead(), 2, example=BATCH, loss=F.mse_loss), autocast=torch.bfloat16)(6)
+    Trainer(fpipe.from_module(TiedHead(), 2, batch=BATCH, loss=F.mse_loss), autocast=torch.bfloat16)(6)
 
 
 def test_donated_weights_are_copied_for_an_audit_in_their_layout():

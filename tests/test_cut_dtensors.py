@@ -66,7 +66,7 @@ def run_cut_net(rank: int, sequence: bool) -> list[Any]:
     """Return the stages of a cut net, the gradients that differ, and the number of gradients."""
     mesh, batch = meshed(), sentences()
     net = parallel_net(mesh["tp"], sequence)
-    model, params, _ = fpipe.from_module(net, example=batch, loss=loss, cut_collectives=True)
+    model, params, _ = fpipe.from_module(net, batch=batch, loss=loss, cut_collectives=True)
     schedule = fpipe.schedules.one_f_one_b_overlap(2)
     program = fpipe.chain(fpipe.split(4), schedule, fpipe.merge())(fpipe.program(model))
     example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))

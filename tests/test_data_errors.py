@@ -66,7 +66,7 @@ def test_traces_raise_the_errors_of_plain_torch(look: str, door: str) -> None:
     good_rows, target = torch.rand(8, 4) / 1e3, torch.randn(8, 4)
     batch, bad_batch = (good_rows, target), (good_rows * 1e4, target)
     if door == "from_module":
-        model, params, _ = fpipe.from_module(net, 3, loss=_squared, example=(torch.rand(8, 4), target))
+        model, params, _ = fpipe.from_module(net, 3, loss=_squared, batch=(torch.rand(8, 4), target))
     else:
         model, params, _ = fpipe.from_sequential(net, 3, loss=_squared)
     recomputed = [fpipe.checkpoint("always"), fpipe.schedules.zb_h1(3)]

@@ -35,7 +35,7 @@ def cut_tied_net(door: str) -> tuple[nn.Module, fpipe.Model, Any, Any]:
     torch.manual_seed(0)
     if door == "from_module":
         net: Any = Tied()
-        return net, *fpipe.from_module(net, 3, loss=F.mse_loss, example=rows(8))
+        return net, *fpipe.from_module(net, 3, loss=F.mse_loss, batch=rows(8))
     net = nn.Sequential(*(child for name, child in Tied().named_children() if name != "c"), nn.Linear(8, 8))
     return net, *fpipe.from_sequential(net, 3, loss=F.mse_loss)
 
@@ -136,7 +136,7 @@ class Labelled(nn.Module):
 def cut_labelled_net(**inputs: Tensor) -> tuple[nn.Module, fpipe.Model, Any]:
     torch.manual_seed(0)
     net = Labelled()
-    model, params, _ = fpipe.from_module(net, 3, example=inputs)
+    model, params, _ = fpipe.from_module(net, 3, batch=inputs)
     return net, model, params
 
 
@@ -225,7 +225,7 @@ fpipe.update("SGD")(fpipe.program(MODEL))
     ProgramError: this program has no gradients; those with a loss have.
 fpipe.assign_grads(NET, fpipe.build(fpipe.program(MODEL), MODEL)(PARAMS, BATCH).grads)
     ValueError: found no gradients: a program without a loss has none.
-fpipe.from_module(NET, 2, example={"x": X}, aux=True)
+fpipe.from_module(NET, 2, batch={"x": X}, aux=True)
     ValueError: aux=True says what loss= returns, which is missing.
 fpipe.interop.torch_pipelining.runtime(fpipe.program(MODEL), MODEL, PARAMS)
     ValueError: this model has no loss=, which torch's runtime computes.

@@ -211,7 +211,7 @@ def cut_at_collectives(rank: int) -> list[Any]:
     net, group = nn.Sequential(*(Block(mesh.get_group("ep")) for _ in range(2))), mesh.get_group("ep")
     batch = torch.randn(8, 6), torch.randn(8, 6)
     example = tuple(part[:4] for part in batch)
-    model, params, _ = fpipe.from_module(net, example=example, loss=nn.functional.mse_loss, cut_collectives=True)
+    model, params, _ = fpipe.from_module(net, batch=example, loss=nn.functional.mse_loss, cut_collectives=True)
     schedule = fpipe.schedules.one_f_one_b_overlap(2)
     program = fpipe.chain(fpipe.split(2), schedule, fpipe.merge())(fpipe.program(model))
     example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
@@ -427,7 +427,7 @@ def stages_of_net_ending_in_collective(rank: int) -> list[str]:
 
     torch.manual_seed(0)
     net, batch = Summed(nn.Linear(3, 3), nn.Linear(3, 3)), (torch.randn(4, 3), torch.randn(4, 3))
-    model, params, _ = fpipe.from_module(net, example=batch, loss=nn.functional.mse_loss, cut_collectives=True)
+    model, params, _ = fpipe.from_module(net, batch=batch, loss=nn.functional.mse_loss, cut_collectives=True)
     program = fpipe.chain(fpipe.place([0] * len(model.stages)), fpipe.merge())(fpipe.program(model))
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
     is_right = torch.equal(step(params, batch).loss, nn.functional.mse_loss(net(batch[0]), batch[1]).detach())

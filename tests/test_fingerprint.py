@@ -50,7 +50,7 @@ def cut_one_function(net: nn.Sequential, loss: Any) -> Any:
 
 DOORS: dict[str, Callable[[nn.Sequential, Any], Any]] = {
     "from_sequential": lambda net, loss: fpipe.from_sequential(net, stages=2, loss=loss),
-    "from_module": lambda net, loss: fpipe.from_module(net, stages=2, loss=loss, example=ROWS),
+    "from_module": lambda net, loss: fpipe.from_module(net, stages=2, loss=loss, batch=ROWS),
     "from_functions": cut_functions,
     "from_loss": cut_one_function,
 }

@@ -48,7 +48,7 @@ def rows(count: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def cut_net(net: Any, stages: int | None = 2, **options: Any) -> Any:
-    return fpipe.from_module(net, stages, **({"loss": F.mse_loss, "example": rows(4)} | options))
+    return fpipe.from_module(net, stages, **({"loss": F.mse_loss, "batch": rows(4)} | options))
 
 
 def pipeline(model: fpipe.Model, microbatches: int = 4) -> fpipe.Program:
@@ -81,7 +81,7 @@ def test_stages_are_balanced_by_given_or_measured_costs() -> None:
 
 
 def test_a_model_prints_its_stages_and_their_contents() -> None:
-    model, _, _ = cut_net(Masked(2, batch_norm), example=rows())
+    model, _, _ = cut_net(Masked(2, batch_norm), batch=rows())
     assert str(model).splitlines() == [
         "stage 0: embed, blocks.0",
         "    400 parameters (1.6 KiB), 50% of the operations, 3 buffers of state",
@@ -137,7 +137,7 @@ def test_blocks_keep_their_autocast_and_no_grad_contexts() -> None:
     """
     torch.manual_seed(0)
     net, batch = InAutocast(2), rows()
-    model, params, _ = cut_net(net, example=batch)
+    model, params, _ = cut_net(net, batch=batch)
     actual_grads = fpipe.join_params(model, fpipe.build(pipeline(model), model)(params, batch).grads)
     for name, grad in eager_loss_and_grads(net, batch, 4, key=0, ends=(), loss=F.mse_loss)[1].items():
         if name == "embed.weight":
@@ -186,7 +186,7 @@ def keywords() -> dict[str, Tensor]:
 def test_inputs_may_be_keywords_and_the_net_may_compute_the_loss() -> None:
     torch.manual_seed(0)
     net, inputs = TwoTowers(), keywords()
-    model, params, _ = fpipe.from_module(net, 4, example=inputs)
+    model, params, _ = fpipe.from_module(net, 4, batch=inputs)
     step = fpipe.build(pipeline(model, 2), model)
     reordered = {name: inputs[name] for name in ("labels", "b", "a")}
     loss, reordered_loss = (step(params, (ordered_inputs, None)).loss for ordered_inputs in (inputs, reordered))
@@ -202,7 +202,7 @@ def test_one_tensor_may_be_the_example_of_several_inputs() -> None:
     """Used to trace one input for both, so that steps read the ids where they were handed labels, as in the page."""
     torch.manual_seed(0)
     net, inputs, rows = TwoTowers(), keywords(), torch.randn(4, WIDTH)
-    model, params, _ = fpipe.from_module(net, 2, example=dict.fromkeys(inputs, rows))
+    model, params, _ = fpipe.from_module(net, 2, batch=dict.fromkeys(inputs, rows))
     loss = fpipe.build(pipeline(model, 2), model)(params, (inputs, None)).loss
     torch.testing.assert_close(loss, net(**inputs)["loss"])
 
@@ -224,7 +224,7 @@ def test_the_only_number_that_a_net_returns_is_its_loss() -> None:
     """Used to end in an assertion of torch.export about a tree_name, which takes no open sizes inside **kwargs."""
     torch.manual_seed(0)
     net, inputs = LossAmongOutputs("pair"), keywords()
-    model, params, _ = fpipe.from_module(net, 2, example=inputs)
+    model, params, _ = fpipe.from_module(net, 2, batch=inputs)
     assert fpipe.verify(pipeline(model, 2), model, params, (inputs, None)).bitwise
     assert "forward" not in vars(net)
 
@@ -303,7 +303,7 @@ def test_inputs_may_be_arguments_and_the_output_a_dict() -> None:
     """Used to end in "unhashable type: 'list'" in a step, though the reference took such an output."""
     net = TwoTowers()
     batch = (torch.randn(4, WIDTH), torch.randn(4, WIDTH), 2.0), torch.randn(4, WIDTH)
-    model, params, _ = cut_net(net, loss=lambda y, t: F.mse_loss(y["joint"], t), example=batch)
+    model, params, _ = cut_net(net, loss=lambda y, t: F.mse_loss(y["joint"], t), batch=batch)
     assert torch.equal(fpipe.reference(model, params, batch).outputs["joint"], net(*batch[0])["joint"])
     assert fpipe.verify(merged(model, 2), model, params, batch).bitwise
     for wrong_inputs, message in (
@@ -329,7 +329,7 @@ def update_mean(module: Any, x: Tensor) -> Tensor:
 )
 def test_buffers_that_modules_inside_read_and_write_are_state(make: Any) -> None:
     net, batch = Net(2, make), rows()
-    model, params, state = cut_net(net, example=batch)
+    model, params, state = cut_net(net, batch=batch)
     result = fpipe.build(merged(model, 4), model)(params, batch, state=state)
     assert all(state)
     unsplit_net = run_unsplit(net, batch)[0]
@@ -341,7 +341,7 @@ def test_buffers_that_modules_inside_read_and_write_are_state(make: Any) -> None
 def test_a_step_is_built_in_the_mode_of_the_net() -> None:
     """One model trains and evaluates; a step stays in its mode, and refuses a net in another."""
     net, batch = Net(2, nn.Dropout), rows()
-    model, params, _ = cut_net(net, example=batch)
+    model, params, _ = cut_net(net, batch=batch)
     train = fpipe.build(pipeline(model), model)
     trained = train(params, batch, key=0).loss
     net.eval()
@@ -356,11 +356,11 @@ def test_a_step_is_built_in_the_mode_of_the_net() -> None:
 
 def test_a_net_whose_state_is_another_in_eval_is_refused() -> None:
     net, batch = Net(2, batch_norm), rows()
-    model, params, state = cut_net(net, example=batch)
+    model, params, state = cut_net(net, batch=batch)
     net.eval()
     with pytest.raises(ValueError, match=re.escape("was in training when the net was traced and is in eval now")):
         fpipe.build(pipeline(model), model)(params, batch, state=state)
-    model, params, _ = cut_net(net, example=batch)
+    model, params, _ = cut_net(net, batch=batch)
     assert fpipe.verify(pipeline(model), model, params, batch).bitwise
 
 
@@ -375,10 +375,10 @@ def test_exported_programs_and_copies_of_a_model_give_the_same_step() -> None:
     net, batch = Net(2, batch_norm, nn.Dropout), rows()
     shapes = ({0: torch.export.Dim.AUTO},)
     exported = torch.export.export(net, batch[:1], strict=False, dynamic_shapes=shapes)
-    model_and_state = cut_net(net, example=batch)
+    model_and_state = cut_net(net, batch=batch)
     expected = step_leaves(*model_and_state, batch)
     for model in (
-        cut_net(exported, example=batch)[0],
+        cut_net(exported, batch=batch)[0],
         copy.deepcopy(model_and_state[0]),
         pickle.loads(pickle.dumps(model_and_state[0])),
     ):
@@ -443,7 +443,7 @@ CHANGE = "Change the line below, or use from_loss with fpipe.boundary, or from_f
     ("forward", "message"),
     [
         # As some of transformers are for short sequences.
-        (rebuild_module, "Run it on the example once before. " + CHANGE),
+        (rebuild_module, "Run it on the batch once before. " + CHANGE),
         (draw_unkeyed, "draws from a generator of its own (rand), which is in no key; draw without it. " + CHANGE),
         (write_constant, "which is no buffer of its own. Work on a copy."),
     ],
@@ -473,7 +473,7 @@ def test_hooks_registered_during_export_are_removed() -> None:
     router twice in its loss.
     """
     net, batch = Listens(2), rows(4)
-    cut_net(net, example=batch)
+    cut_net(net, batch=batch)
     net(batch[0])
     assert net.seen == ["Block", "Block"]
 
@@ -519,17 +519,17 @@ cut_net(Net(3), costs=MEASURED)
     ValueError: costs= has been measured for 4 stages, and the net has 3 blocks; profile the model of
 cut_net(Net(4), costs={**BLOCK_COSTS, "blcks.9": 1.0})
     ValueError: costs= names 'blcks.9', which is no block; the blocks are blocks.0
-cut_net(Net(4), example=({"y": torch.ones(4, 8)},) * 2)
-    ValueError: the example is no call of Net.forward: missing a required
-cut_net(Net(4), example=None)
-    ValueError: example is a batch (inputs, target), its inputs a dict, a tuple or the one argument
-cut_net(Net(4), example=(torch.ones(4, WIDTH), None))
-    ValueError: the example has no target for loss=; say example=(inputs,
+cut_net(Net(4), batch=({"y": torch.ones(4, 8)},) * 2)
+    ValueError: the batch is no call of Net.forward: missing a required
+cut_net(Net(4), batch=None)
+    ValueError: batch is (inputs, target), its inputs a dict, a tuple or the one argument
+cut_net(Net(4), batch=(torch.ones(4, WIDTH), None))
+    ValueError: the batch has no target for loss=; say batch=(inputs,
 cut_net(Net(4), loss=None)
-    ValueError: without loss= the net computes the loss, and the target is not read. Hand in example=(inputs, None)
-cut_net(LossAmongOutputs("rows"), loss=None, example=keywords())
+    ValueError: without loss= the net computes the loss, and the target is not read. Hand in batch=(inputs, None)
+cut_net(LossAmongOutputs("rows"), loss=None, batch=keywords())
     ValueError: or as the one number; found a tensor of shape (1,), to be reduced, for instance
-cut_net(LossAmongOutputs("two"), loss=None, example=keywords())
+cut_net(LossAmongOutputs("two"), loss=None, batch=keywords())
     ValueError: or as the one number; found tuple with 2 numbers
 cut_net(net_calling(lambda block, x: block(x) if x.sum() > 0 else x))
     ValueError: Change the line below, or use from_loss with fpipe.boundary, or from_functions. at test_from_module.py:
@@ -574,7 +574,7 @@ def test_a_branch_on_a_length_is_met_at_each_new_length() -> None:
     """Used to be passed over from the third length on: the branch of the example ran, with another loss."""
     net = Toy(double_long, embed=nn.Embedding(9, WIDTH), head=nn.Linear(WIDTH, WIDTH))
     batches = [(torch.randint(9, (4, length)), torch.randn(4)) for length in (6, 7, 12)]
-    model, params, _ = fpipe.from_module(net, cuts=["embed"], loss=F.mse_loss, example=batches[0])
+    model, params, _ = fpipe.from_module(net, cuts=["embed"], loss=F.mse_loss, batch=batches[0])
     step = fpipe.build(fpipe.program(model), model)
     assert all(torch.equal(step(params, batch).loss, F.mse_loss(net(batch[0]), batch[1])) for batch in batches[:2])
     with pytest.raises(ValueError, match=r"another branch for sizes 12 than .*: inputs.shape\[1\] <= 8 is false"):

@@ -190,7 +190,7 @@ def change_what_a_kernel_read(rank: int, cut_net: bool, donate: bool) -> list[An
     pipeline = fpipe.chain(GPIPE, fpipe.update("SGD"))
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled()).to(DEVICE)
     if cut_net:
-        model, params, _ = fpipe.from_module(net, stages=1, example=batches_of(1)[0], loss=squares)
+        model, params, _ = fpipe.from_module(net, stages=1, batch=batches_of(1)[0], loss=squares)
     else:
         model, params, _ = fpipe.from_sequential(net, stages=1, loss=squares)
     program = pipeline(fpipe.program(model))

@@ -57,7 +57,7 @@ def test_sdpa_kernel_around_blocks_is_kept() -> None:
     torch.manual_seed(0)
     blocks = [Toy(causal_attention, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
     net, batch = Toy(run_under_math, blocks=nn.ModuleList(blocks)), (torch.randn(4, LENGTH, WIDTH),) * 2
-    model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, batch=batch)
     result = fpipe.build(fpipe.program(model), model)(params, batch)
     F.mse_loss(net(batch[0]), batch[1]).backward()
     grads = fpipe.join_params(model, result.grads)
@@ -76,7 +76,7 @@ def test_another_flag_of_kernels_is_refused_by_name() -> None:
     net = nn.Sequential(Toy(set_flag, inner=nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
     batch = (torch.randn(4, WIDTH),) * 2
     with pytest.raises(ValueError, match="the net sets deterministic_algorithms as it runs, which no trace keeps"):
-        fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+        fpipe.from_module(net, 2, loss=F.mse_loss, batch=batch)
 
 
 def test_a_block_mask_in_the_batch_is_refused_with_a_way_out() -> None:
@@ -92,7 +92,7 @@ def test_a_copied_model_finds_its_functions() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), KERNELS["autograd.Function: gradient reversal"]())
     batch = (torch.randn(4, WIDTH),) * 2
-    model, params, _ = fpipe.from_module(net, cuts=["0"], loss=F.mse_loss, example=batch)
+    model, params, _ = fpipe.from_module(net, cuts=["0"], loss=F.mse_loss, batch=batch)
     expected = fpipe.build(fpipe.program(model), model)(params, batch)
     copy = pickle.loads(pickle.dumps(model))
     del model
@@ -111,7 +111,7 @@ def test_a_checkpoint_in_an_opaque_module_recomputes_with_the_parameters_of_the_
     torch.manual_seed(0)
     block = Toy(recompute, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))
     net, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), block), (torch.randn(4, WIDTH), torch.randn(4, WIDTH))
-    model, params, _ = fpipe.from_module(net, cuts=["0"], loss=F.mse_loss, example=batch)
+    model, params, _ = fpipe.from_module(net, cuts=["0"], loss=F.mse_loss, batch=batch)
     next_params = tuple({name: leaf * 1.5 for name, leaf in stage.items()} for stage in params)
     result = fpipe.build(fpipe.program(model), model)(next_params, batch)
     with torch.no_grad():

@@ -427,7 +427,7 @@ def test_weights_of_classes_under_a_mean_warn(has_own_loss: bool, presplit: bool
     batch: Any = ({"ids": IDS, "labels": IDS}, None) if has_own_loss else (IDS, IDS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a net that computes its loss warns at the cut
-        model, params, _ = fpipe.from_module(net, 2, example=batch, loss=None if has_own_loss else loss)
+        model, params, _ = fpipe.from_module(net, 2, batch=batch, loss=None if has_own_loss else loss)
     batch = [cut(batch, index, 2)[0] for index in range(2)] if presplit else batch
     step = fpipe.build(split_and_merge(fpipe.program(model)), model)
     with pytest.warns(UserWarning, match=re.escape(f"{side} holds classes that the loss weighs in some {parts} more")):
@@ -479,9 +479,9 @@ class NetWithLoss(nn.Module):
 def test_a_net_with_num_items_in_batch_trains_on_the_mean_of_labels(number_type: Any):
     net, count = NetWithLoss(), int((UNEVEN >= 0).sum())
     with pytest.warns(UserWarning, match=re.escape("hand in num_items_in_batch, a tensor with the number of labels")):
-        fpipe.from_module(net, 2, example={"ids": IDS, "labels": UNEVEN})
+        fpipe.from_module(net, 2, batch={"ids": IDS, "labels": UNEVEN})
     inputs = {"ids": IDS, "labels": UNEVEN, "num_items_in_batch": number_type(count)}
-    model, params, _ = fpipe.from_module(net, 2, example=inputs, reduction="sum")
+    model, params, _ = fpipe.from_module(net, 2, batch=inputs, reduction="sum")
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     step = fpipe.build(program, model)
     entropy(net.blocks(IDS), UNEVEN).backward()
@@ -505,7 +505,7 @@ def test_a_net_that_computes_its_loss_warns_of_labels_that_are_padded_only_in_a_
     whole = IDS % 4
     labels = whole.where(UNEVEN >= 0, ignored_class)
     example = {"ids": IDS, "labels": whole}
-    model, params, _ = fpipe.from_module(NetWithLoss(ignored_class=ignored_class), 2, example=example)
+    model, params, _ = fpipe.from_module(NetWithLoss(ignored_class=ignored_class), 2, batch=example)
     step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
     with pytest.warns(UserWarning, match=re.escape(f"inputs['labels'] holds {ignored_class}, a class that")):
         step(params, ({"ids": IDS, "labels": labels}, None))
@@ -516,7 +516,7 @@ def test_a_net_that_computes_its_loss_warns_of_labels_that_are_padded_only_in_a_
 def test_verify_notes_padded_labels_under_dropout(labels: Tensor):
     """Used to say, for a net that computes its loss, only that the undivided batch differs, "as it may"."""
     inputs = {"ids": IDS, "labels": labels}
-    model, params, _ = fpipe.from_module(NetWithLoss(0.5), 2, example=inputs)
+    model, params, _ = fpipe.from_module(NetWithLoss(0.5), 2, batch=inputs)
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     notes = fpipe.verify(program, model, params, (inputs, None), key=0).notes
     text = "inputs['labels'] holds -100, a class that the loss does not count, in some rows more often than in others"

@@ -71,7 +71,7 @@ TWO_RANKS = fpipe.Machine(ranks=2), fpipe.Candidates(microbatches=[2])
 
 
 def cut(net: Any, ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
-    model, params, _ = fpipe.from_module(net, stages=2 if ranks < 4 else 4, loss=loss, example=ON_META)
+    model, params, _ = fpipe.from_module(net, stages=2 if ranks < 4 else 4, loss=loss, batch=ON_META)
     schedule = fpipe.schedules.one_f_one_b(ranks)
     return model, params, fpipe.chain(fpipe.split(2), schedule, fpipe.merge())(fpipe.program(model))
 
@@ -411,10 +411,10 @@ def test_load_params_loads_the_state_of_a_net_on_meta(door: str):
         net, example = net_with_norm(), (torch.empty(4, 8), torch.empty(4, 8))
     options = {"loss": nn.functional.mse_loss}
     if door == "from_module":
-        model, _, state = fpipe.from_module(net, 2, example=example, **options)
+        model, _, state = fpipe.from_module(net, 2, batch=example, **options)
         state_dict = trained_net.state_dict()
     else:
-        model, _, state = fpipe.from_sequential(nn.Sequential(*net.children()), 2, example=example[0], **options)
+        model, _, state = fpipe.from_sequential(nn.Sequential(*net.children()), 2, batch=example, **options)
         state_dict = nn.Sequential(*trained_net.children()).state_dict()
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
     params = load_all_ranks(model, program, state_dict)
@@ -477,7 +477,7 @@ def test_loaded_parameters_have_the_order_of_the_net(door: str):
     net = net_out_of_order() if door == "from_module" else nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     batch, options = (torch.randn(4, 4), torch.randn(4, 3)), {"loss": nn.functional.mse_loss}
     if door == "from_module":
-        model, params, _ = fpipe.from_module(net, 2, example=batch, **options)
+        model, params, _ = fpipe.from_module(net, 2, batch=batch, **options)
     else:
         model, params, _ = fpipe.from_sequential(net, 2, **options)
     loaded_params = fpipe.load_params(model, fpipe.program(model), net.state_dict(), rank=0)

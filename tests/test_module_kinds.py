@@ -180,7 +180,8 @@ def cut_case(name: str) -> tuple[nn.Sequential, nn.Sequential, Any, Any]:
     x, target = torch.randn(SHAPE), torch.randn(SHAPE)
     for part, t in zip(x.tensor_split(3), target.tensor_split(3), strict=True):
         (nn.functional.mse_loss(unsplit(part), t) * (len(part) / 6)).backward()
-    return net, unsplit, (x, target), fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss, example=x)
+    batch = x, target
+    return net, unsplit, batch, fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss, batch=batch)
 
 
 @pytest.mark.crossed
@@ -201,8 +202,8 @@ def test_a_module_cut_into_stages_trains_as_the_unsplit_net(name: str, trace: bo
     assert all(torch.equal(buffers_before[name], buffer) for name, buffer in net.named_buffers())
 
 
-def cut(module: nn.Module, example: Any = None) -> Any:
-    return fpipe.from_sequential(nn.Sequential(nn.Conv2d(4, 4, 1), module, nn.Tanh()), stages=2, example=example)[0]
+def cut(module: nn.Module, batch: Any = None) -> Any:
+    return fpipe.from_sequential(nn.Sequential(nn.Conv2d(4, 4, 1), module, nn.Tanh()), stages=2, batch=batch)[0]
 
 
 X = torch.zeros(2, 4, 3, 3)
@@ -220,7 +221,7 @@ cut(lazy(nn.LazyBatchNorm2d, affine=False))
 cut(nn.Embedding(4, 4, max_norm=1.0))
     ValueError: module '1' (Embedding): max_norm rewrites the weight as it runs, which a pure function cannot; leave it
     out.
-fpipe.deferred_batch_norm(cut(Scaled(4), X))
+fpipe.deferred_batch_norm(cut(Scaled(4), (X, X)))
     ValueError: batch norm '1' (Scaled) has a forward of its own; only torch's batch
     norms can be deferred.
 """,

@@ -125,7 +125,7 @@ def test_a_written_buffer_is_refused(problem, trace):
     name, verb = problem.partition("'")[0], "binds" if problem.endswith("anew") else "writes"
     sentences = (
         f"stage 1 (1) {verb} buffer or parameter '{problem}",
-        ". What a module remembers is state: cut the net by from_sequential(..., example=inputs), or say "
+        ". What a module remembers is state: cut the net by from_sequential(..., batch=batch), or say "
         f"state=[{name!r}]",
     )
     batch = torch.randn(4, 3), torch.randn(4, 3)

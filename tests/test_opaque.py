@@ -149,7 +149,7 @@ def test_a_net_around_a_module_that_looks_at_data_is_cut(name: str):
     net = net_of(make_module)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
+        model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, batch=tokens())
         assert str(model).count("% of the operations") == 3
         step = fpipe.build(make_program(model), model)
         for rows in (8, 16, 8):
@@ -176,14 +176,14 @@ def test_from_module_refuses_an_opaque_module_on_meta_by_name(all_on_meta: bool)
     net = net_of(Experts).to("meta")
     example: Any = tuple(part.to("meta") for part in tokens()) if all_on_meta else tokens()
     with pytest.raises(ValueError, match=r"The Python of 'blocks.1.inner' looks at data, which .* on meta lack: cut"):
-        fpipe.from_module(net, 3, loss=cross_entropy, example=example)
+        fpipe.from_module(net, 3, loss=cross_entropy, batch=example)
 
 
 def test_an_opaque_module_may_be_a_stage():
     net = net_of(Experts)
     cuts = ["blocks.1.norm", "blocks.1.inner"]
     with pytest.warns(UserWarning, match="The Python of 'blocks.1.inner' looks at data"):
-        model, params, _ = fpipe.from_module(net, cuts=cuts, loss=cross_entropy, example=tokens())
+        model, params, _ = fpipe.from_module(net, cuts=cuts, loss=cross_entropy, batch=tokens())
     assert [stage.name for stage in model.stages][1] == "blocks.1.inner"
     with pytest.warns(UserWarning, match="a stage runs under autograd"):
         result = fpipe.build(make_program(model, fpipe.split_backward()), model)(params, tokens())
@@ -195,7 +195,7 @@ def test_an_opaque_module_may_be_called_twice_and_have_dropout():
     """Each call is an operation, and draws as its stage draws."""
     shared = Experts(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))
     net = net_around(shared, make_dense(), shared)
-    model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
+    model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, batch=tokens())
     program = make_program(model)
     assert fpipe.verify(program, model, params, tokens(), key=1).bitwise
 
@@ -204,7 +204,7 @@ def test_an_opaque_module_may_be_called_twice_and_have_dropout():
 @pytest.mark.filterwarnings("ignore:The Python of", "ignore:a stage runs under autograd")
 def test_a_copied_model_runs_after_the_original_is_deleted():
     net = net_of(Experts)
-    model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
+    model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, batch=tokens())
     expected_grads = autograd_grads(net, tokens(), 4)
     copy = pickle.loads(pickle.dumps(model))
     assert has_grads(model, fpipe.build(make_program(model), model)(params, tokens()), expected_grads)
@@ -217,7 +217,7 @@ def test_a_copied_model_runs_after_the_original_is_deleted():
 def test_only_steps_run_an_opaque_module():
     net = net_of(CountedExperts)
     counter: Any = net.blocks[1].inner
-    model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
+    model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, batch=tokens())
     step = fpipe.build(make_program(model), model)
     assert counter.calls == 0
     step(params, tokens())
@@ -228,7 +228,7 @@ def test_only_steps_run_an_opaque_module():
 def test_an_opaque_module_that_writes_buffers_is_refused():
     net = net_of(lambda: Experts(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))))
     with pytest.warns(UserWarning, match="The Python of"):
-        model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
+        model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, batch=tokens())
     with pytest.raises(RuntimeError, match=r"stage 1 \(blocks.1\) writes its parameters or buffers in place"):
         fpipe.build(make_program(model), model)(params, tokens())
 
@@ -237,7 +237,7 @@ def compare_rank_grads(rank: int) -> list[bool]:
     net, is_equal = net_of(Experts), list[bool]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, params, _ = fpipe.from_module(net, 2, loss=cross_entropy, example=tokens())
+        model, params, _ = fpipe.from_module(net, 2, loss=cross_entropy, batch=tokens())
         for transforms in ((), (fpipe.split_backward(),)):
             program = make_program(model, *transforms)
             step = fpipe.build(program, model, runtime="distributed", example=(params, tokens()))

@@ -210,7 +210,7 @@ def test_estimated_operations_are_those_that_torch_counts(name: str, monkeypatch
     make_net, shape = NETS[name]
     x, microbatch = torch.empty(shape, device="meta"), torch.empty(1, *shape[1:], device="meta")
     net = make_net().to("meta")
-    model, params, state = fpipe.from_module(net, 2, loss=lambda y, t: y.sum(), example=(x, x))
+    model, params, state = fpipe.from_module(net, 2, loss=lambda y, t: y.sum(), batch=(x, x))
     program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
     costs = fpipe.estimate(program, model, params, (x, x), flops=1, state=state or None)
     stages: Any = costs

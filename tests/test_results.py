@@ -198,7 +198,7 @@ def train_by_hand(net: nn.Sequential, full_batch: tuple[Tensor, Tensor], steps: 
 
 DOORS: dict[str, Callable[[nn.Sequential], Any]] = {
     "sequential": lambda net: fpipe.from_sequential(net, stages=2, loss=squares),
-    "module": lambda net: fpipe.from_module(net, 2, loss=squares, example=batch(8)),
+    "module": lambda net: fpipe.from_module(net, 2, loss=squares, batch=batch(8)),
     "loss": lambda net: (
         *fpipe.from_loss(
             lambda leaves, pair: squares(functional_call(net, leaves, pair[0]), pair[1]),

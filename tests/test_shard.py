@@ -251,7 +251,7 @@ def compare_tied_grads(rank: int, schedule: str, shape: tuple[int, int], options
     torch.manual_seed(0)
     net, global_batch = TiedGPT(), (torch.randint(0, 11, (8 * shape[0], 5)), torch.randint(0, 11, (8 * shape[0], 5)))
     batch = tuple(tensor.chunk(shape[0])[replica] for tensor in global_batch)
-    model, params, _ = fpipe.from_module(net, stages=shape[1], loss=loss, example=batch)
+    model, params, _ = fpipe.from_module(net, stages=shape[1], loss=loss, batch=batch)
     merged = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(shape[1]), fpipe.merge(outputs=False))
     program = fpipe.shard(gather="use")(merged(fpipe.program(model)))
     step, shards = started(model, params, program, batch, mesh, **options)

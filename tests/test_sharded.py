@@ -288,13 +288,13 @@ def refuse_case(rank: int, case: str) -> str:
             parallelize_module(net, tp, {"3": ColwiseParallel(use_local_output=False)})
         if case == "exported":
             net[1].register_buffer("table", DTensor.from_local(torch.ones(2), tp, [Shard(0)]))
-            fpipe.from_module(net, 2, loss=loss, example=batch)
+            fpipe.from_module(net, 2, loss=loss, batch=batch)
         if case in ("fully_shard", "whole", "whole, exported", "whole, called"):
             net = word_net()
             for module in net[1:3] if case == "fully_shard" else [net]:
                 fully_shard(module, mesh=tp)
         if case == "whole, exported":
-            fpipe.from_module(net, 2, loss=loss, example=batch)
+            fpipe.from_module(net, 2, loss=loss, batch=batch)
         if case == "whole, called":
             fpipe.from_functions([lambda p, x: torch.func.functional_call(net, p, (x,))], loss)
         if case == "ddp":

@@ -36,7 +36,7 @@ def spread_model(ranks: int, tied: bool) -> tuple[nn.Module, Tensor, Tensor, fpi
     torch.manual_seed(0)
     body, embedding = Body(ranks), torch.randn(WORDS, WIDTH)
     head = embedding if tied else torch.randn(WORDS, WIDTH)
-    model, params, _ = fpipe.from_module(body, ranks, example=(torch.randn(ROWS, 3, WIDTH), None))
+    model, params, _ = fpipe.from_module(body, ranks, batch=(torch.randn(ROWS, 3, WIDTH), None))
     model = fpipe.spread_vocabulary(model, ranks, vocabulary=WORDS, tokens=itemgetter(0), tied=tied)
     embedding_shards, head_shards = (
         [{"weight": shard} for shard in weight.tensor_split(ranks)] for weight in (embedding, head)
@@ -112,7 +112,7 @@ def test_what_is_no_word_makes_the_loss_nan(side: int):
 
 
 LABELLED = fpipe.from_module(
-    nn.Linear(WIDTH, WIDTH), 1, loss=F.mse_loss, example=(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    nn.Linear(WIDTH, WIDTH), 1, loss=F.mse_loss, batch=(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
 )[0]
 WITH_LOSS = fpipe.Model((fpipe.Stage(lambda p, x: (x, x.sum()), aux_loss=True),), None, ("batch",))
 test_refusals = refusals(

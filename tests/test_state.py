@@ -317,7 +317,7 @@ PLANS: dict[str, tuple[Transform, ...]] = {
 def cut_reader(name: str) -> tuple[nn.Sequential, nn.Module, fpipe.Model, Any, Any]:
     """Return the net, the unsplit net after a step, and the net cut."""
     net = READERS[name]()
-    return net, run_unsplit(net, ROWS)[0], *fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
+    return net, run_unsplit(net, ROWS)[0], *fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, batch=ROWS)
 
 
 @pytest.mark.crossed
@@ -356,7 +356,7 @@ def test_verify_and_equal_stages_handle_buffers_that_are_read_and_written(name: 
 
 
 def test_forwards_that_read_their_own_writes_run_in_microbatch_order():
-    model, params, state = fpipe.from_sequential(READERS["a counter"](), sizes=[3, 3], loss=MSE, example=ROWS[0])
+    model, params, state = fpipe.from_sequential(READERS["a counter"](), sizes=[3, 3], loss=MSE, batch=ROWS)
     schedule_out_of_order = fpipe.schedules.from_table(
         [
             ["0F2", "0F0", "0F1", "0F3", "0B2", "0B0", "0B1", "0B3"],
@@ -404,7 +404,7 @@ def test_a_write_that_a_backward_would_repeat_is_refused():
         return torch.utils.checkpoint.checkpoint(lambda x: module.counter(x).sin(), x, use_reentrant=False)
 
     net = two_equal_stages(lambda: Toy(recompute_counter, counter=counter()))
-    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, batch=ROWS)
     sentence = "stage 1 writes buffer '4.counter.count' once more as its backward recomputes it with torch.utils.checkp"
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         fpipe.build(merged(model, 4), model, trace=False)(params, ROWS, state=state)
@@ -415,11 +415,11 @@ MEAN_BORROWER.mean = MEAN_OWNER.mean
 test_a_written_buffer_belongs_to_one_stage = refusals(
     globals(),
     """
-fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_OWNER), sizes=[1, 2], example=ROWS[0])
+fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_OWNER), sizes=[1, 2], batch=ROWS)
     ValueError: module '2' (Centred) with state stands in stages 0 and 1; choose sizes= that keep it in one.
-fpipe.from_sequential(nn.Sequential(nn.Linear(2, 2)), stages=1, example=ROWS)
-    TypeError: example is the inputs of a batch; found a tuple. Hand in batch[0]. (linear():
-fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_BORROWER), sizes=[1, 2], example=ROWS[0])
+fpipe.from_sequential(nn.Sequential(nn.Linear(2, 2)), stages=1, batch=ROWS[0])
+    ArgumentError: batch is a pair; found a Tensor.
+fpipe.from_sequential(nn.Sequential(MEAN_OWNER, nn.Tanh(), MEAN_BORROWER), sizes=[1, 2], batch=ROWS)
     ValueError: buffers '2.mean' and '0.mean' are one tensor, and the first is written; give each its own.
 """,
 )

@@ -81,7 +81,7 @@ DOORS = ["from_sequential", "from_module"]
 
 def cut_into_stages(net: Any, door: str, batch: Any) -> tuple[fpipe.Model, Any, Any]:
     if door == "from_module":
-        return fpipe.from_module(net, 2, loss=MSE, example=batch)
+        return fpipe.from_module(net, 2, loss=MSE, batch=batch)
     return fpipe.from_sequential(net, 2, loss=MSE)
 
 

@@ -47,9 +47,7 @@ def test_each_write_moves_the_version_of_a_tensor():
 def test_buffers_of_spectral_norms_are_recognized():
     parametrization = parametrizations.spectral_norm(nn.Linear(2, 2)).parametrizations.weight[0]
     buffers = modules.spectral_buffers(parametrization), modules.spectral_buffers(spectral_norm(nn.Linear(2, 2)))
-    assert buffers == (["_u", "_v"], ["weight_u", "weight_v"]), (
-        "torch's spectral norms have other buffers: say example="
-    )
+    assert buffers == (["_u", "_v"], ["weight_u", "weight_v"]), "torch's spectral norms have other buffers: say batch="
 
 
 def test_weights_cached_in_plain_attributes_are_recognized():

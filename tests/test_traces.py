@@ -72,7 +72,7 @@ def test_equal_blocks_inside_of_stages_share_one_trace(traced: list[str]):
     layers = {"embed": nn.Linear(32, 64), "blocks": nn.Sequential(*(attention() for _ in range(4)))}
     net = Toy(lambda module, x: module.head(module.blocks(module.embed(x))), **layers, head=nn.Linear(64, 32))
     batch = torch.randn(4, 8, 32), torch.randn(4, 8, 32)
-    model, params, _ = fpipe.from_module(net, 2, loss=squares, example=batch)
+    model, params, _ = fpipe.from_module(net, 2, loss=squares, batch=batch)
     fpipe.build(program(model, m=2), model)(params, batch)
     parts = ["sizes of the batch", "embedding", "block", "sizes of activations", "head", "loss"]
     assert traced.count("trace") == len(parts)

@@ -96,7 +96,7 @@ def example() -> dict[str, torch.Tensor]:
 def test_a_rank_loads_its_stages_alone(tmp_path: Path):
     net = make_net()
     net.save_pretrained(tmp_path)
-    loaded = from_pretrained_by_stage(tmp_path, Pipeline(ranks=2), example=example(), rank=1)
+    loaded = from_pretrained_by_stage(tmp_path, Pipeline(ranks=2), batch=example(), rank=1)
     parameters = dict(net.named_parameters())
     local = {name: leaf for name, leaf in loaded.named_parameters() if not leaf.is_meta}
     assert len(local) == 11
@@ -109,7 +109,7 @@ def train_stages(rank: int, folder: Path, by_stage: bool, stopped: bool) -> tupl
     """Train two stages of two processes, from a checkpoint if `stopped`; return losses, norms and a held-out loss."""
     join_process(rank, 2)
     pipeline = Pipeline(ranks=2, microbatches=4)
-    net = from_pretrained_by_stage(folder / "start", pipeline, example=example()) if by_stage else make_net()
+    net = from_pretrained_by_stage(folder / "start", pipeline, batch=example()) if by_stage else make_net()
     options = arguments(folder / "run", 8, save_strategy="steps", save_steps=2)
     trainer = PipelineTrainer(net, options, train_dataset=dataset(), pipeline=pipeline)
     trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2") if stopped else None)

@@ -131,7 +131,7 @@ def test_a_tied_leaf_is_updated_and_counted_once():
     torch.manual_seed(0)
     net, ids = tied(), torch.randint(0, 7, (8,))
     pipeline_net = copy.deepcopy(net)
-    model, params, _ = fpipe.from_module(pipeline_net, 2, loss=nn.functional.cross_entropy, example=(ids, ids))
+    model, params, _ = fpipe.from_module(pipeline_net, 2, loss=nn.functional.cross_entropy, batch=(ids, ids))
     program = updating_program(model, fpipe.schedules.one_f_one_b(2), "AdamW", 0.1)
     result = fpipe.build(program, model)(params, (ids, ids), opt=fpipe.optimizer_state(program, params), lr=0.1)
     # The gradient of a tied leaf: over the microbatches of each use, and then over the uses.
@@ -220,7 +220,7 @@ def test_a_norm_is_stacked_in_the_order_of_the_net_and_not_of_its_stages(options
     net = Toy(lambda module, x: module.tied(module.second(module.tied(module.first(x)))), **layers)
     batch = rows(4)
     loss = lambda y, target: y.mean()  # noqa: E731
-    model, params, _ = fpipe.from_module(copy.deepcopy(net), loss=loss, example=batch, cuts=["first"])
+    model, params, _ = fpipe.from_module(copy.deepcopy(net), loss=loss, batch=batch, cuts=["first"])
     program = updating_program(model, fpipe.schedules.one_f_one_b(2), "SGD", 0.1, grads=True)
     result = fpipe.build(program, model, **options)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.1)
     loss(net(batch[0]), batch[1]).backward()

@@ -74,7 +74,7 @@ def test_a_vision_language_model_is_cut_in_its_decoder(family: str) -> None:
     torch.manual_seed(0)
     net = make_net(family)
     microbatches = [make_microbatch(net) for _ in range(2)]
-    model, params, _ = fpipe.from_module(net, 2, example=microbatches[0])
+    model, params, _ = fpipe.from_module(net, 2, batch=microbatches[0])
     assert "model.language_model.layers.1" in model.stages[1].name
     program = fpipe.chain(fpipe.split(2, presplit=True), fpipe.split_backward(), fpipe.merge(outputs=False))
     step = fpipe.build(program(fpipe.program(model)), model)

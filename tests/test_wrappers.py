@@ -191,17 +191,17 @@ def test_a_net_that_fixes_its_rows_gets_a_warning_with_the_remedy() -> None:
     inputs = {"said": rows(WIDTH), "seen": rows(WIDTH)}
     warning = f"the net fixes the {ROWS} rows of inputs['said'], as len(x) and list(x) do (x.shape[0] leaves them open)"
     with pytest.warns(UserWarning, match=re.escape(warning)):
-        model, params, _ = fpipe.from_module(FixedRows(), 2, example=inputs)
+        model, params, _ = fpipe.from_module(FixedRows(), 2, batch=inputs)
     program = merged(model, 2)
     message = "if not, take an example with as many rows as a microbatch has, or ask x.shape[0] for its rows"
     with pytest.raises(ValueError, match=re.escape(message)):
         fpipe.build(program, model)(params, (inputs, None), key=KEY)
-    model, params, _ = fpipe.from_module(FixedRows(), 2, example=inputs, microbatches=2)
+    model, params, _ = fpipe.from_module(FixedRows(), 2, batch=inputs, microbatches=2)
     assert fpipe.verify(program, model, params, (inputs, None), key=KEY).bitwise
 
 
 def cut_in_two(net: nn.Module, **inputs: Tensor) -> Any:
-    return fpipe.from_module(net, 2, example=(inputs or rows(WIDTH), rows(WIDTH)), loss=F.mse_loss)
+    return fpipe.from_module(net, 2, batch=(inputs or rows(WIDTH), rows(WIDTH)), loss=F.mse_loss)
 
 
 RECOMPUTED = Toy(lambda own, x: checkpoint(torch.tanh, x, use_reentrant=True))
@@ -218,8 +218,8 @@ cut_in_two(RECOMPUTED)
     use_reentrant=False, or use fpipe.checkpoint()
 # LongT5 ended in "'NoneType' object has no attribute 'shape'", and a mask helps.
 cut_in_two(Masked())
-    ValueError: ; the example has no attention_mask, with which it may. Change the
-fpipe.from_module(TrainingStep(loss=None), 2, example=((rows(WIDTH), rows(WIDTH)), None))
+    ValueError: ; the batch has no attention_mask, with which it may. Change the
+fpipe.from_module(TrainingStep(loss=None), 2, batch=((rows(WIDTH), rows(WIDTH)), None))
     ValueError: . If it does so in its first run alone, run it once before. Use from_loss
 """,
 )
@@ -237,14 +237,14 @@ def test_a_model_of_transformers_may_have_its_checkpoints_on() -> None:
     torch.manual_seed(0)
     net, batch = FAMILIES["Llama"].make(hf), FAMILIES["Llama"].batch()
     net.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
-    model, params, _ = fpipe.from_module(net, 2, example=batch)
+    model, params, _ = fpipe.from_module(net, 2, batch=batch)
     program = merged(model, PARTS, fpipe.schedules.zb_h1(2))
     grads = fpipe.join_params(model, fpipe.build(program, model)(params, batch, key=KEY).grads)
     _, expected = eager_loss_and_grads(net, batch, PARTS, key=KEY, ends=("model.layers.1",))
     assert [name for name, grad in expected.items() if not torch.equal(grads[name], grad)] == []
     net.activation_checkpointing_enable({"use_reentrant": True})  # pyright: ignore[reportCallIssue]
     with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be exported.*use_reentrant=True"):
-        fpipe.from_module(net, 2, example=batch)
+        fpipe.from_module(net, 2, batch=batch)
 
 
 def test_batches_as_tokenizers_make_them_are_split() -> None:

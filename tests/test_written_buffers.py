@@ -151,7 +151,7 @@ PLANS: dict[str, tuple[Transform, ...]] = {
 def cut_case(name: str) -> tuple[nn.Sequential, nn.Module, Tensor, Any]:
     """Return a net, its copy after plain autograd, the copy's outputs, and the net cut."""
     net = NETS[name]()
-    return net, *run_unsplit(net, ROWS), fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
+    return net, *run_unsplit(net, ROWS), fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, batch=ROWS)
 
 
 @pytest.mark.crossed
@@ -195,7 +195,7 @@ def test_random_numbers_are_drawn_once(trace: bool):
         two_equal_stages(lambda: Toy(dropout_and_count, kept=torch.zeros(8), dropout=nn.Dropout(0.5))),
         sizes=[3, 3],
         loss=MSE,
-        example=ROWS[0],
+        batch=ROWS,
     )
     expected_net = two_equal_stages(lambda: Toy(dropout_and_count, kept=torch.zeros(8), dropout=nn.Dropout(0.5)))
     for microbatch, x in enumerate(ROWS[0].tensor_split(4)):
@@ -211,7 +211,7 @@ def test_random_numbers_are_drawn_once(trace: bool):
 @pytest.mark.parametrize("trace", [True, False])
 def test_autocast_holds_for_written_buffers(trace: bool):
     net = two_equal_stages(lambda: Toy(square_and_cast, square=torch.eye(8)))
-    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, batch=ROWS)
     program = fpipe.chain(fpipe.split(4), *PLANS["gpipe"])(fpipe.program(model))
     with torch.autocast("cpu", torch.bfloat16):
         expected_net, _ = run_unsplit(net, ROWS)
@@ -230,7 +230,7 @@ def square_and_cast(module: Any, x: Tensor) -> Tensor:
 
 def test_norms_next_to_written_buffers_may_be_deferred():
     net = two_equal_stages(make_nested_block)
-    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, batch=ROWS)
     deferred = fpipe.deferred_batch_norm(model)
     program = fpipe.chain(fpipe.split(4), *PLANS["gpipe"])(fpipe.program(deferred))
     assert fpipe.verify(program, deferred, params, ROWS, state=state).bitwise
@@ -248,7 +248,7 @@ def append_rows(module: Any, x: Tensor) -> Tensor:
 
 def test_a_buffer_may_grow():
     net = nn.Sequential(nn.Linear(8, 8), Toy(append_rows, all=torch.zeros(0, 8)))
-    model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0])
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE, batch=ROWS)
     step = fpipe.build(merged(model, 4), model)
     first_state = step(params, ROWS, state=state).state
     expected_net, _ = run_unsplit(net, ROWS)
@@ -307,7 +307,7 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 def test_written_buffers_are_found_by_running_an_example(use: Any, reason: str, trace: bool):
     """A stage that looks at data runs under autograd."""
     net = two_equal_stages(lambda: use_total(use))
-    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, batch=ROWS)
     assert all("state" in stage.keywords for stage in model.stages)
     expected_net, outputs = run_unsplit(net, ROWS)
     step = fpipe.build(merged(model, 4), model, trace=trace)
@@ -320,7 +320,7 @@ def test_written_buffers_are_found_by_running_an_example(use: Any, reason: str, 
 
 def test_an_example_may_be_without_data_where_no_stage_looks_at_any():
     meta = ROWS[0].to("meta")
-    model, _, state = fpipe.from_sequential(two_equal_stages(Tracker), sizes=[3, 3], example=meta)
+    model, _, state = fpipe.from_sequential(two_equal_stages(Tracker), sizes=[3, 3], batch=(meta, None))
     assert [list(stage) for stage in state] == [["1.count", "1.mean"], ["4.count", "4.mean"]]
     assert all("state" in stage.keywords for stage in model.stages)
 
@@ -341,7 +341,7 @@ test_names_of_no_buffer_are_refused = refusals(
     """
 fpipe.from_sequential(two_equal_stages(Tracker), sizes=[3, 3], state=["4.odd"])
     ValueError: state= names '4.odd', which is no buffer of the net; these are: 1.count, 1.mean
-fpipe.from_sequential(two_equal_stages(lambda: use_total(USES["a question"][0])), sizes=[3, 3], example=META_ROWS)
+fpipe.from_sequential(two_equal_stages(lambda: use_total(USES["a question"][0])), sizes=[3, 3], batch=(META_ROWS, None))
     ValueError: Hand in an example with data
 """,
 )
@@ -359,12 +359,12 @@ def count_large_batches(module: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("trace", [True, False])
 def test_a_branch_that_the_example_did_not_take_is_refused_by_name(trace: bool):
     net = nn.Sequential(nn.Linear(8, 8), Toy(count_large_batches, seen=torch.zeros(8), more=torch.zeros(8)))
-    model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0][:3])
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE, batch=(ROWS[0][:3], None))
     assert list(state[0]) == ["1.seen"]
     step = fpipe.build(fpipe.program(model), model, trace=trace)
     sentence = (
         "stage 0 (0, 1) writes buffer or parameter '1.more' in place (aten.add_.Tensor). What a module remembers is "
-        "state: cut the net by from_sequential(..., example=inputs), or say state=['1.more']. Or switch"
+        "state: cut the net by from_sequential(..., batch=batch), or say state=['1.more']. Or switch"
     )
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         step(params, ROWS, state=state)
@@ -394,7 +394,7 @@ def alias_buffers(module: Any, x: Tensor) -> Tensor:
 
 
 ONE_STORAGE = "stage 0 left buffers '1.first' and '1.second' in one storage. Assign a .clone() to one."
-EXAMPLE = {"example": ROWS[0]}
+BATCH = {"batch": ROWS}
 REFUSED: dict[str, tuple[Callable[[], Toy], dict[str, Any], str]] = {
     "by its data, without an example": (
         lambda: Toy(assign_data, mean=torch.zeros(8)),
@@ -403,17 +403,17 @@ REFUSED: dict[str, tuple[Callable[[], Toy], dict[str, Any], str]] = {
     ),
     "None before": (
         lambda: Toy(keep_first_mean, first=None),
-        EXAMPLE,
+        BATCH,
         "makes a tensor of buffer '1.first', which is None before",
     ),
     "two in one memory": (
         lambda: Toy(alias_buffers, reads=False, first=torch.zeros(8), second=torch.zeros(8)),
-        EXAMPLE,
+        BATCH,
         ONE_STORAGE,
     ),
     "two in one memory, read": (
         lambda: Toy(alias_buffers, reads=True, first=torch.zeros(8), second=torch.zeros(8)),
-        EXAMPLE,
+        BATCH,
         ONE_STORAGE,
     ),
 }
@@ -454,7 +454,7 @@ def test_the_example_leaves_the_net_as_it_was(looks: bool):
         nn.Linear(8, 8), Toy(write_containers, means=[torch.zeros(8)], calls=[0], looks=looks, linear=nn.Linear(8, 8))
     )
     mean, weight = net[1].means[0], net[1].linear.weight.detach().clone()
-    fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0])
+    fpipe.from_sequential(net, stages=1, loss=MSE, batch=ROWS)
     assert net[1].means[0] is mean
     assert net[1].calls == [0]
     assert torch.equal(net[1].linear.weight, weight)
@@ -473,7 +473,7 @@ def test_norms_that_did_not_run_are_updated_beside_a_counter(trace: bool):
         nn.Linear(4, 4), Toy(normalize_three_rows, norm=nn.BatchNorm1d(4), count=torch.zeros(())), nn.Linear(4, 2)
     )
     batch = torch.randn(8, 4), torch.randn(8, 2)
-    model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=MSE, example=batch[0])
+    model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=MSE, batch=batch)
     model = fpipe.deferred_batch_norm(model)
     state_after = fpipe.build(merged(model, 3), model, trace=trace)(params, batch, state=state).state
     expected = fpipe.reference(model, params, batch, microbatches=3, state=state).state

@@ -34,8 +34,8 @@ def whole_loss(params: Params, batch: Batch) -> Tensor:
 
 def models(net: nn.Sequential, params: Params, batch: Batch) -> list[fpipe.Model]:
     of_functions = fpipe.from_functions([layer, fpipe.exchange("all_to_all", "ep"), layer], loss=loss)
-    of_layers, per_stage, state = fpipe.from_sequential(net, stages=2, loss=loss, example=batch[0])
-    of_module, _, _ = fpipe.from_module(net, stages=2, loss=loss, example=batch[0])
+    of_layers, per_stage, state = fpipe.from_sequential(net, stages=2, loss=loss, batch=batch)
+    of_module, _, _ = fpipe.from_module(net, stages=2, loss=loss, batch=batch[0])
     of_loss, _ = fpipe.from_loss(whole_loss, params, batch)
     print(of_layers.stages[0].name, len(per_stage), len(state))
     frozen = fpipe.freeze(fpipe.evaluating(of_layers), 0)

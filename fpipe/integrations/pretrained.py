@@ -78,7 +78,7 @@ def from_pretrained_by_stage(
     name_or_folder: str | os.PathLike[str],
     pipeline: Pipeline,
     *,
-    example: Inputs,
+    batch: Inputs,
     rank: int | None = None,
     net_class: Any = transformers.AutoModelForCausalLM,
     **options: Any,
@@ -91,7 +91,7 @@ def from_pretrained_by_stage(
     Args:
         name_or_folder: a model on the hub, or a folder that `save_pretrained` wrote, in safetensors.
         pipeline: how the net is cut and placed, for a `PipelineTrainer`.
-        example: a batch, as the net takes it, with labels; values do not matter.
+        batch: a batch, as the net takes it, with labels; values do not matter.
         rank: whose stages; by default those of this process.
         net_class: the class that makes the net of its configuration.
         options: for `net_class.from_config`, such as `dtype=torch.bfloat16`.
@@ -122,11 +122,11 @@ def from_pretrained_by_stage(
             net._init_weights(module)
     # 2. Cut it as the Trainer will, to know which parameters this rank's stages have.
     ranks = pipeline.ranks or (dist.get_world_size() if dist.is_initialized() else 1)
-    batch = dict(example)
+    inputs = dict(batch)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(net.forward).parameters.values()):
         # As the Trainer asks whether a net divides its loss by a number of labels.
-        batch.setdefault("num_items_in_batch", torch.ones(()))
-    model, _, _ = cut_net(net, pipeline, ranks, batch)
+        inputs.setdefault("num_items_in_batch", torch.ones(()))
+    model, _, _ = cut_net(net, pipeline, ranks, inputs)
     program = pipeline.transform(ranks, pipeline.microbatches, None)(program_of(model))
     rank = (dist.get_rank() if dist.is_initialized() else 0) % ranks if rank is None else rank
     # 3. Read these, and put each into every module that shares it.
@@ -147,4 +147,4 @@ def cut_net(net: nn.Module, pipeline: Pipeline, ranks: int, batch: Inputs) -> tu
     """Cut a net whose inputs have labels; with "num_items_in_batch" among them its losses are summed."""
     stage_ends: Any = {"cuts": pipeline.cuts} if pipeline.cuts else {"stages": pipeline.stages or ranks}
     reduction = "sum" if "num_items_in_batch" in batch else "mean"
-    return from_module(net, example=dict(batch), reduction=reduction, **stage_ends)
+    return from_module(net, batch=dict(batch), reduction=reduction, **stage_ends)

@@ -46,7 +46,7 @@ def from_module(
     net: nn.Module | ExportedProgram,
     stages: int | None = None,
     *,
-    example: Any,
+    batch: Any,
     microbatches: int | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     cuts: Sequence[str] | None = None,
@@ -64,10 +64,10 @@ def from_module(
             Where parameters are on meta, the net is traced there, and `load_params` and `init_params` give them values.
         stages: how many; the blocks that repeat, such as the layers of a ModuleList, are dealt out so that the most
             expensive stage costs as little as can be.
-        example: a batch (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
+        batch: (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
             tuple of arguments, or the one argument. Rows may differ later, and so may the second dimension of integers,
             the length of a sequence, where the net allows it. A dict stands for (inputs, None).
-        microbatches: trace the first of so many microbatches of the example, for a net that fixes its rows, as
+        microbatches: trace the first of so many microbatches of the batch, for a net that fixes its rows, as
             `len(x)` does; a warning says which does.
         loss: `loss(output, target)`, as in `from_functions`. None: the net computes it, as those of transformers do
             when `labels` are among their inputs: it is the output's `.loss`, its entry "loss", or the only 0-d tensor
@@ -102,8 +102,8 @@ def from_module(
     ...         for block in self.blocks:
     ...             x = x + block(x).tanh()
     ...         return x
-    >>> example = (torch.ones(4, 2), torch.zeros(4, 2))
-    >>> model, params, state = fpipe.from_module(Net(), 2, loss=torch.nn.functional.mse_loss, example=example)
+    >>> batch = (torch.ones(4, 2), torch.zeros(4, 2))
+    >>> model, params, state = fpipe.from_module(Net(), 2, loss=torch.nn.functional.mse_loss, batch=batch)
     >>> [stage.name for stage in model.stages]
     ['blocks.0, blocks.1', 'blocks.2, blocks.3']
     """
@@ -112,7 +112,7 @@ def from_module(
     _check_cuts(stages, cuts, costs)
     refuse_unsupported_modes()
     warn_of_compiled([net], 2)
-    batch = _batch(example, loss)
+    batch = _checked_batch(batch, loss)
     if microbatches is not None:
         batch = cut_rows(batch, 0, check_whole_number("microbatches", microbatches))[0]
     # 2) Export the net as one flat graph, and put marks where stages end.
@@ -179,7 +179,7 @@ def from_module(
     state = tuple(run.state() for run in cut.stages)
     # 5) Note how the model was made: the function that computes the same uncut, and how another net is cut alike.
     if isinstance(net, nn.Module):
-        arguments: Any = {"example": batch, "microbatches": 1, "loss": loss, "cuts": cuts, "costs": costs}
+        arguments: Any = {"batch": batch, "microbatches": 1, "loss": loss, "cuts": cuts, "costs": costs}
         arguments |= {"reduction": reduction, "aux": aux, "cut_collectives": cut_collectives}
         # Each stage seeds torch where it begins. The whole net is seeded where its blocks are, and so cannot draw
         # the numbers of stages that begin at a collective, in the middle of a block.
@@ -205,25 +205,25 @@ def _check_cuts(stages: int | None, cuts: Sequence[str] | None, costs: Any) -> N
         raise ValueError("costs= balances stages, and cuts= says where they end; leave one of the two out.")
 
 
-def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
-    if isinstance(example, Mapping):
-        example = (example, None)
-    if not isinstance(example, tuple | list) or len(example) != 2:  # pyright: ignore[reportUnknownArgumentType]
+def _checked_batch(batch: Any, loss: Any) -> tuple[Any, Any]:
+    """Return inputs and target of a batch, which is a pair, or a dict of inputs for a net that computes its loss."""
+    if isinstance(batch, Mapping):
+        batch = (batch, None)
+    if not isinstance(batch, tuple | list) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(
-            "example is a batch (inputs, target), its inputs a dict, a tuple or the one argument; "
-            f"found {type(example).__name__}."  # pyright: ignore[reportUnknownArgumentType]
+            f"batch is (inputs, target), its inputs a dict, a tuple or the one argument; found {type(batch).__name__}."  # pyright: ignore[reportUnknownArgumentType]
         )
-    inputs, target = example  # pyright: ignore[reportUnknownVariableType]
+    inputs, target = batch  # pyright: ignore[reportUnknownVariableType]
     check_batch((inputs, target))
     if loss is not None and target is None:
-        raise ValueError("the example has no target for loss=; say example=(inputs, target).")
+        raise ValueError("the batch has no target for loss=; say batch=(inputs, target).")
     if loss is None and target is not None:
         raise ValueError(
-            "without loss= the net computes the loss, and the target is not read. Hand in example=(inputs, None), "
+            "without loss= the net computes the loss, and the target is not read. Hand in batch=(inputs, None), "
             "or say loss=."
         )
     if not any(isinstance(leaf, Tensor) for leaf in tree.leaves(inputs)):
-        raise ValueError("the inputs of the example have no tensor.")
+        raise ValueError("the inputs of the batch have no tensor.")
     return inputs, target
 
 
@@ -245,7 +245,7 @@ def _warn_of_fixed_rows(guard: BatchGuard) -> None:
         warn(
             f"the net fixes the {rows} rows of {path}, as len(x) and list(x) do (x.shape[0] leaves them open): it "
             f"runs in microbatches of {rows} rows only. Say microbatches=m to trace the first of m microbatches of the "
-            "example, or microbatches=1 if the example is one.",
+            "batch, or microbatches=1 if the batch is one.",
             stacklevel=3,
         )
 

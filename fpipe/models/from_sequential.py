@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_unsupported_net
 from fpipe.meaning.purity.write_guard import storage_key
+from fpipe.meaning.single_device.params_and_state import check_batch
 from fpipe.model import Model, Reduction
 from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import StageModule
@@ -72,7 +73,7 @@ def from_sequential(
     reduction: Reduction = "mean",
     aux: bool = False,
     keywords: bool = False,
-    example: Any = None,
+    batch: tuple[Any, Any] | None = None,
     state: Collection[str] = (),
 ) -> tuple[Model, Params, Params]:
     """Cut a Sequential into stages.
@@ -86,9 +87,9 @@ def from_sequential(
         reduction, aux: as in `from_functions`.
         keywords: whether the inputs of a batch are a dict that the first child takes as keywords, as
             `forward(self, input_ids, mask=None)` does. Without it a dict is handed on as one argument.
-        example: the inputs of a batch, for a net that mutates buffers of its own (a counter, a running mean): each
-            stage runs once on fake tensors like these, which may be on the meta device. The batch, instance and
-            spectral norms of torch need none.
+        batch: (inputs, target), as a step takes it, for a net that mutates buffers of its own (a counter, a running
+            mean): each stage runs once on fake tensors like these, which may be on the meta device. The batch, instance
+            and spectral norms of torch need none.
         state: the names of these buffers instead.
 
     A parameter that stands in several stages is tied: it lives in the first, and its gradient is the sum. `Stash` and
@@ -124,15 +125,9 @@ def from_sequential(
     ties = tuple(tuple((i, names[0]) for i, names in leaf.items()) for leaf in leaves.values() if len(leaf) > 1)
     model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
     # 3) Find the buffers that the stages mutate, which becomes their state, before parameters are bound to stages.
-    if example is not None:
-        try:
-            written_by_stage = written_buffers(runs, model, example)
-        except TypeError as error:
-            # The first child may take a tuple, so only its own error shows a whole batch, as from_module takes it.
-            if not isinstance(example, tuple):
-                raise
-            raise TypeError(f"example is the inputs of a batch; found a tuple. Hand in batch[0]. ({error})") from error
-        for run, written_names in zip(runs, written_by_stage, strict=True):
+    if batch is not None:
+        check_batch(batch)
+        for run, written_names in zip(runs, written_buffers(runs, model, batch[0]), strict=True):
             run.set_state([*run.named_state, *written_names])
     _share_locks(runs)
     params = tuple(_hand_out(run, leaves) for run in runs)

@@ -268,7 +268,7 @@ def normed() -> list[str]:
     """Hand running statistics from step to step."""
     net = on_device(nn.Sequential(nn.Linear(WIDTH, 5), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, WIDTH))))
     batches, results, expected = batches_of(), list[Any](), list[Any]()
-    model, params, first_state = fpipe.from_sequential(net, stages=2, loss=F.mse_loss, example=batches[0][0])
+    model, params, first_state = fpipe.from_sequential(net, stages=2, loss=F.mse_loss, batch=(batches[0][0], None))
     step = fpipe.build(GPIPE(fpipe.program(model)), model, graph=True, audit="never")
 
     def run() -> None:

@@ -141,7 +141,7 @@ _WRITES_ARGUMENT = (
 
 
 _ASSIGNS_DATA = (
-    "{} assigns the .data of {}, which no op tells of. Assign the buffer itself; from_sequential(..., example=inputs) "
+    "{} assigns the .data of {}, which no op tells of. Assign the buffer itself; from_sequential(..., batch=batch) "
     "finds it."
 )
 
@@ -162,7 +162,7 @@ def foreign_write_message(label: str, deed: str, path: str | None, is_module: bo
         subject = "its parameters or buffers" if path is None else f"buffer or parameter {path!r}"
         return (
             f"{label} {deed.format(subject)}. What a module remembers is state: cut the net by from_sequential(..., "
-            f"example=inputs), or say state=[{path or 'name'!r}]. Or switch the writing off, say by .eval()."
+            f"batch=batch), or say state=[{path or 'name'!r}]. Or switch the writing off, say by .eval()."
         )
     subject = "a tensor" if path is None else repr(path)
     return (

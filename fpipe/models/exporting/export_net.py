@@ -44,7 +44,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     """
     # 1. Bind the example to the arguments of forward.
     _refuse_unexportable(net)
-    refuse_sharded(tree.leaves(inputs), "the example")
+    refuse_sharded(tree.leaves(inputs), "the batch")
     # torch.export gives one placeholder to arguments that are one object, as the ids and labels of an example may be.
     args, kwargs = call_arguments(tree.tree_map(_alias, double_single_rows(inputs)))
     signature = _bindable_signature(net, args, kwargs)
@@ -141,7 +141,7 @@ def _bindable_signature(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ValueError(f"the example is no call of {type(net).__name__}.forward: {error}.") from None
+        raise ValueError(f"the batch is no call of {type(net).__name__}.forward: {error}.") from None
     named_parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     names = {parameter.name for parameter in named_parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL}
     keyword_parameters = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in kwargs if key not in names]
@@ -249,7 +249,7 @@ def _watch_attributes(net: nn.Module, assigned_locations: list[str]) -> Generato
     def check_assignment(module: nn.Module, name: str, value: Any, assign: Callable[..., None]) -> None:
         if id(vars(module)) in dict_ids and is_new(value):
             raise ValueError(
-                f"the net assigns a new module or parameter to {name!r} as it runs. Run it on the example once before"
+                f"the net assigns a new module or parameter to {name!r} as it runs. Run it on the batch once before"
             )
         assign(module, name, value)
         if isinstance(value, Tensor) and name in vars(module):
@@ -267,7 +267,7 @@ def _omitted_masks(signature: inspect.Signature, args: Sequence[Any], kwargs: Ma
 def _describe_failure(net: nn.Module, error: Exception, location: str, masks: Sequence[str]) -> str:
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(".")
     if "NoneType" in message and masks:
-        message += f"; the example has no {' and no '.join(masks)}, with which it may"
+        message += f"; the batch has no {' and no '.join(masks)}, with which it may"
     # As the rotary embedding of Phi-3 does.
     if "assigned during export" in message:
         message += ". If it does so in its first run alone, run it once before"
