@@ -409,6 +409,7 @@ def test_padded_labels_under_a_mean_warn_at_the_first_step(target: Tensor, loss:
         (UNEVEN, lambda y, t: (y.sum(-1) - t).square().mean(), {}),
         (IDS.roll(1, 1), partial(entropy, weight=torch.arange(5.0)), {"microbatches": 1}),
         (IDS[:1].expand(4, -1), partial(entropy, weight=torch.arange(5.0)), {}),
+        (IDS, partial(entropy, weight=torch.full((5,), 2.0)), {}),  # equal weights: used to warn
     ],
 )
 def test_labels_that_a_mean_weighs_equally_do_not_warn(target: Tensor, loss: Any, options: Any):
@@ -423,6 +424,10 @@ def test_weights_of_classes_under_a_mean_warn(has_own_loss: bool, presplit: bool
     loss = partial(entropy, weight=torch.arange(1.0, 6.0))
     side = "inputs['labels']" if has_own_loss else "target"
     parts = "microbatches" if presplit else "rows"
+    if has_own_loss:
+        # Equal weights cancel: no warning, which would be an error here.
+        equal_weights = NetWithLoss(loss=partial(entropy, weight=torch.ones(5)))
+        fpipe.from_module(equal_weights, 2, batch={"ids": IDS, "labels": IDS})
     net = NetWithLoss(loss=loss) if has_own_loss else NetWithLoss().blocks
     batch: Any = ({"ids": IDS, "labels": IDS}, None) if has_own_loss else (IDS, IDS)
     with warnings.catch_warnings():
@@ -449,6 +454,15 @@ def test_padding_is_compared_between_presplit_microbatches(target: Tensor, is_wa
         fpipe.build(program, model)(({"e": torch.eye(5)},), batch)
     message = "target holds -100, a class that the loss does not count, in some microbatches more often than in others"
     assert [str(warning.message)[: len(message)] for warning in caught] == [message] * is_warned
+
+
+def test_presplit_microbatches_of_unequal_lengths_warn():
+    """Used to be silent, as no label is ignored: a mean over 2 labels a row weighed as much as one over 3."""
+    model = fpipe.from_functions([embedded], entropy)
+    program = fpipe.chain(fpipe.split(2, presplit=True), fpipe.merge(outputs=False))(fpipe.program(model))
+    streams = [IDS[:2], IDS[2:, :2]]
+    with pytest.warns(UserWarning, match=re.escape("target has more labels a row in some microbatches than in others")):
+        fpipe.build(program, model)(({"e": torch.eye(5)},), (streams, streams))
 
 
 def test_a_class_that_only_the_code_of_a_loss_ignores_is_found_in_presplit_steps():

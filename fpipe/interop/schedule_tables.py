@@ -40,6 +40,8 @@ def to_megatron(program: Program) -> str:
     """
     ops_by_rank = _compute_ops(program, "FB", "Megatron-LM")
     ranks, chunk_count = program.ranks, program.stages // program.ranks
+    if program.stages % ranks:
+        raise ProgramError(f"{program.stages} stages on {ranks} ranks; Megatron-LM has equally many on each.")
     for op in (op for rank_ops in ops_by_rank for op in rank_ops):
         if op.rank != (op.stage or 0) % ranks:
             raise ProgramError(f"{op.cell} is on rank {op.rank}; Megatron-LM has it on rank {(op.stage or 0) % ranks}.")

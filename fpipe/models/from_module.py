@@ -24,7 +24,7 @@ from fpipe.meaning.purity.ambient import refuse_unsupported_modes
 from fpipe.meaning.purity.attributes import warn_of_compiled
 from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.meaning.purity.outputs import with_rows_named
-from fpipe.meaning.single_device.label_means import IGNORED, MEAN, describe_padding
+from fpipe.meaning.single_device.label_means import IGNORED, MEAN, describe_padding, weighs_unequally
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
 from fpipe.meaning.single_device.params_and_state import check_batch
 from fpipe.model import LossFunction, MeanLabels, Model, Reduction, Stage, without_loss
@@ -33,7 +33,7 @@ from fpipe.models.cutting.cut_net import CutNet, CutReport, with_untrained
 from fpipe.models.cutting.marked_graph import MarkedGraph, node_draws_random, reads_written_buffer
 from fpipe.models.cutting.place_cuts import as_exchange, place_cuts
 from fpipe.models.exporting.module_calls import NetFunction
-from fpipe.models.exporting.net_graph import NetGraph, read_graph, tensors_of
+from fpipe.models.exporting.net_graph import NetGraph, NetTensors, read_graph, tensors_of
 from fpipe.models.exporting.node_contexts import autocast_eps
 from fpipe.models.exporting.opaque_modules import Exported, export_with_opaque_modules
 from fpipe.timing.costs import Costs
@@ -131,7 +131,7 @@ def from_module(
     # Its loss is the only result of a net that returns nothing else.
     result = own_loss if outputs is None else outputs if own_loss is None else (outputs, own_loss)
     has_separate_loss = own_loss is not None and outputs is not None
-    labels = None if loss is not None else _labels_of(graph, _inputs(graph, batch[0]))
+    labels = None if loss is not None else _labels_of(graph, tensors, _inputs(graph, batch[0]))
     message = describe_padding(labels, batch) if labels and reduction == "mean" else ""
     if message:
         warn(message, stacklevel=2)
@@ -250,7 +250,7 @@ def _warn_of_fixed_rows(guard: BatchGuard) -> None:
         )
 
 
-def _labels_of(graph: NetGraph, inputs: Any) -> MeanLabels | None:
+def _labels_of(graph: NetGraph, tensors: NetTensors, inputs: Any) -> MeanLabels | None:
     """Return which inputs are the labels of the net's mean cross entropy."""
     path_by_node = {leaf: path for path, leaf in tree.paths(inputs) if isinstance(leaf, fx.Node)}
     for node in (node for node in graph.module.graph.nodes if node.target in _CROSS_ENTROPIES):
@@ -261,7 +261,8 @@ def _labels_of(graph: NetGraph, inputs: Any) -> MeanLabels | None:
         while isinstance(labels, fx.Node) and labels not in path_by_node:
             labels = labels.args[0] if labels.args else None
         if reduction == MEAN and isinstance(labels, fx.Node):
-            return MeanLabels("inputs", path_by_node[labels], ignored, weight is not None)
+            weight = tensors.current_tensor(graph.constants[weight]) if weight in graph.constants else weight
+            return MeanLabels("inputs", path_by_node[labels], ignored, weighs_unequally(weight))
     return None
 
 

@@ -41,9 +41,8 @@ def describe_padding(labels: MeanLabels, batch: Any, *, presplit: bool = False) 
         return ""
     # A mean over microbatches weighs them by their rows: it is right where all have as many labels for each row.
     if presplit:
-        has_ignored = any(bool((leaf == labels.ignored).any()) for leaf in leaves)
         counts = [_count_per_row(leaf, labels) for leaf in leaves]
-        differ = (has_ignored or labels.weighs_classes) and any(count != counts[0] for count in counts)
+        differ = any(count != counts[0] for count in counts)
     else:
         rows = leaves[0].reshape(len(leaves[0]), -1)
         counted = rows.sort(1).values if labels.weighs_classes else (rows != labels.ignored).sum(1)
@@ -51,10 +50,13 @@ def describe_padding(labels: MeanLabels, batch: Any, *, presplit: bool = False) 
     if not differ:
         return ""
     parts = "microbatches" if presplit else "rows"
-    classes = (
-        "classes that the loss weighs"
-        if labels.weighs_classes
-        else f"{labels.ignored}, a class that the loss does not count,"
+    has_ignored = any(bool((leaf == labels.ignored).any()) for leaf in leaves)
+    ignored_class = f"{labels.ignored}, a class that the loss does not count,"
+    classes = "classes that the loss weighs" if labels.weighs_classes else ignored_class
+    # Without any, microbatches differ in length, as those of packed sequences do.
+    is_in_classes = labels.weighs_classes or has_ignored
+    difference = (
+        f"holds {classes} in some {parts} more often" if is_in_classes else f"has more labels a row in some {parts}"
     )
     remedy = (
         "return (total, count) and say reduction='count'"
@@ -63,7 +65,7 @@ def describe_padding(labels: MeanLabels, batch: Any, *, presplit: bool = False) 
         "reduction='sum'"
     )
     return (
-        f"{labels.side}{labels.path} holds {classes} in some {parts} more often than in others: with "
+        f"{labels.side}{labels.path} {difference} than in others: with "
         f"reduction='mean' the loss is a mean of the microbatches' means. For that of all labels {remedy}."
     )
 
@@ -74,6 +76,13 @@ def _count_per_row(leaf: Tensor, labels: MeanLabels) -> dict[int, Fraction]:
     counted = counted if labels.weighs_classes else torch.zeros_like(counted)
     classes, counts = (values.tolist() for values in counted.unique(return_counts=True))
     return {label: Fraction(count, len(leaf)) for label, count in zip(classes, counts, strict=True)}
+
+
+def weighs_unequally(weight: Any) -> bool:
+    """Whether the weights of classes change a mean: not if there are none, or if all are known and equal."""
+    if not isinstance(weight, Tensor) or weight.is_meta or is_fake(weight):
+        return weight is not None
+    return bool((weight != weight.flatten()[0]).any())
 
 
 def _has_integers(leaf: Any) -> bool:

@@ -20,7 +20,7 @@ from fpipe.meaning.meaning import check_and_measure_batch
 from fpipe.meaning.purity.ambient import raw_ops
 from fpipe.meaning.purity.sharded import local_shard
 from fpipe.meaning.recorder import Notes, RecordedRow, Recorder
-from fpipe.meaning.single_device.label_means import MEAN
+from fpipe.meaning.single_device.label_means import MEAN, weighs_unequally
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs, StepOptions, warn_of_padding
 from fpipe.model import MeanLabels, Model
@@ -207,7 +207,8 @@ class PreparedStep:
             divisors = graph.ops_needed_by(node.args[1] for node in graph.nodes if node.op is _DIVIDE)
             for node in graph.nodes:
                 if node.op in _MEANS_OVER_LABELS and node.args[3] == MEAN:
-                    name, ignored, weighs_classes = node.args[1], node.args[4], node.args[2] is not None
+                    name, weight, _, ignored = node.args[1:5]
+                    weighs_classes = weighs_unequally(graph.constants.get(weight, weight))
                 elif node.op is _DIFFER and node.name in divisors:
                     name, ignored, weighs_classes = *node.args, False
                 else:
