@@ -176,6 +176,8 @@ MISTAKES = {
     "race table.csv": "name a schedule; found the file 'table.csv'. Register it in a file for --import.",
     "race conftest.py": "conftest.py registers no schedule: call fpipe.schedules.register(name, f) in it.",
     "race torch:2F2B": "torch has no schedule '2F2B'; it has GPipe, 1F1B, Interleaved1F1B,",
+    "show gpipe --ranks x": "'--ranks' / '-p': it is a whole number, at least 1; found 'x'.",
+    "race gpipe --width 10": "--width is a multiple of the 4 heads, found 10.",
     "race gpipe -m 4/0": "several numbers read 8/16/32, found '4/0'.",
     "race gpipe --memory-cap much": "memory caps are microbatches that a rank may hold, 2/4, found 'much'.",
     "race gpipe --timelines a.txt": "--timelines writes .svg, .png, .pdf, .html or .json, found 'a.txt'.",

@@ -65,7 +65,7 @@ measuring <- root meaning/purity meaning/optimizers transforms timing meaning/si
     runtimes/lowering runtimes/processes runtimes
 planning <- root transforms timing schedules finding measuring
 pictures <- root timing planning
-callbacks <- root meaning/single_device meaning
+callbacks <- root meaning/single_device
 integrations <- root transforms schedules meaning/purity meaning/single_device meaning models/parameters derived models
     runtimes
 testing <- root transforms timing schedules meaning verification pictures

@@ -28,7 +28,7 @@ def _list_parser(choices: tuple[str, ...]) -> Callable[[str], str]:
     return check_names
 
 
-Rounds = Annotated[int, typer.Option(min=1, help="How often each runs.")]
+Rounds = Annotated[int, options.whole_number("--rounds", help="How often each runs.")]
 Against = Annotated[
     str, options.parsed_by(_list_parser(RIVALS), "--against", metavar="LIST", help=f"Rivals, of {','.join(RIVALS)}.")
 ]

@@ -39,7 +39,7 @@ def placement(text: str) -> Any:
         raise ValueError(f"a placement is a word, or the rank of each stage as in 0/1/1/0; found {text!r}.") from None
 
 
-Stages = Annotated[int | None, typer.Option("--stages", "-s", min=1, help="Stages; by default one a rank.")]
+Stages = Annotated[int | None, options.whole_number("--stages", "-s", help="Stages; by default one a rank.")]
 Placement = Annotated[
     Any, options.parsed_by(placement, "--placement", metavar="WORD", help="any, linear, looped, v; or ranks: 0/1/1/0.")
 ]

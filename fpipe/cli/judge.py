@@ -115,7 +115,7 @@ Grads = Annotated[
     list[str], typer.Argument(metavar="FILE...", help="Gradients by name: .safetensors, or .pt of a dict.")
 ]
 TriedMicrobatches = Annotated[
-    int | None, typer.Option("--microbatches", "-m", min=1, help="Of the step; by default 1 to 16 are tried.")
+    int | None, options.whole_number("--microbatches", "-m", help="Of the step; by default 1 to 16 are tried.")
 ]
 Tolerance = Annotated[float | None, typer.Option(min=0.0, help="By default a gradient is equal to rounding.")]
 Parameters = Annotated[
@@ -126,7 +126,7 @@ Rule = Annotated[str, typer.Option(help="The optimizer that was meant, by its na
 Rate = Annotated[list[float], typer.Option("--lr", help="The learning rate, or one for each step.")]
 Clip = Annotated[float | None, typer.Option(help="The largest norm of all gradients.")]
 Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="Such as weight_decay=0.1.")]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Of each step, over all replicas.")]
+Microbatches = Annotated[int, options.whole_number("--microbatches", "-m", help="Of each step, over all replicas.")]
 Loss = Annotated[list[float] | None, typer.Option(help="The other pipeline's loss of each step.")]
 Norm = Annotated[list[float] | None, typer.Option(help="Its gradient norm of each step.")]
 Key = Annotated[int | None, typer.Option(help="Of the step, for a model with random numbers.")]

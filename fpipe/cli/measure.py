@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from fpipe.cli.options import call_with_sizes, checked_model, function
 from fpipe.cli.race_nets import gpt_block
-from fpipe.cli.sweep import Sweep, parse_entrant
+from fpipe.cli.sweep import HEADS, Sweep, parse_entrant
 from fpipe.measuring.profile import MeasuredModel, profile
 from fpipe.measuring.sizes import sizes
 from fpipe.model import Model
@@ -40,7 +40,7 @@ from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
 from fpipe.transforms.training import program as base_program
 
-BLOCKS, HEADS, REPEATS = 8, 4, 5
+BLOCKS, REPEATS = 8, 5
 Step = Callable[[], Timeline | None]
 
 

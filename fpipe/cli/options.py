@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -271,6 +272,19 @@ def _style_value(key: str, text: str) -> Any:
     return numbers if key == "window" else numbers[0]
 
 
+def whole_number(*names: str, help: str, minimum: int = 1) -> Any:
+    """Return an option for a whole number."""
+
+    def parse_number(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise ValueError(f"it is a whole number, at least {minimum}; found {text!r}.") from None
+        return check_whole_number("it", number, minimum=minimum, maximum=math.inf)
+
+    return parsed_by(parse_number, *names, metavar="N", help=help)
+
+
 _WITH_OPTIONS = "with options behind a colon (hanayo:waves=2)"
 NameOrFile = Annotated[
     str,
@@ -282,10 +296,10 @@ NamesOrFiles = Annotated[
     list[str] | None,
     parsed_by(schedule_or_file, metavar="NAME|FILE", help=f"Names, {_WITH_OPTIONS}, and files; none: all names."),
 ]
-Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks (of a NAME).")]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Microbatches (of a NAME).")]
+Ranks = Annotated[int, whole_number("--ranks", "-p", help="Ranks (of a NAME).")]
+Microbatches = Annotated[int, whole_number("--microbatches", "-m", help="Microbatches (of a NAME).")]
 Stages = Annotated[
-    int | None, typer.Option("--stages", "-s", min=1, help="Stages; by default as many a rank as the schedule wants.")
+    int | None, whole_number("--stages", "-s", help="Stages; by default as many a rank as the schedule wants.")
 ]
 Options = Annotated[
     list[Any] | None, parsed_by(option, "--option", "-o", metavar="WORD=VALUE", help="Of the schedule: -o waves=2.")
@@ -313,7 +327,7 @@ OnCluster = Annotated[
         "memory 40GiB'. Bandwidths need bytes in --costs.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the random choices.")]
+Seed = Annotated[int, whole_number("--seed", help="Of the random choices.", minimum=0)]
 Shard = Annotated[
     list[str] | None,
     parsed_by(

@@ -28,7 +28,7 @@ Names = Annotated[
     list[str] | None,
     parsed_by(options.schedule_name, metavar="NAME", help="Schedules, with options behind a colon; none: all."),
 ]
-Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks.")]
+Ranks = Annotated[int, options.whole_number("--ranks", "-p", help="Ranks.")]
 Counts = Annotated[
     Any, parsed_by(options.numbers, "--microbatches", "-m", metavar="LIST", help="Numbers to try: 8/16/32.")
 ]
@@ -43,9 +43,9 @@ Costs = Annotated[
         "than once, each with its rows: 8:F=10,B=12,W=8.",
     ),
 ]
-Rows = Annotated[int | None, typer.Option("--rows", min=1, help="Of the batch, with --costs.")]
+Rows = Annotated[int | None, options.whole_number("--rows", help="Of the batch, with --costs.")]
 Stages = Annotated[
-    int | None, typer.Option("--stages", "-s", min=1, help="With --costs; by default as a schedule wants.")
+    int | None, options.whole_number("--stages", "-s", help="With --costs; by default as a schedule wants.")
 ]
 Policies = Annotated[
     list[str] | None,
@@ -55,7 +55,7 @@ Memory = Annotated[
     Any, parsed_by(options.amount, "--memory", metavar="N", help="Of a rank: 40GiB; without bytes, rows it may hold.")
 ]
 Replicas = Annotated[
-    int | None, typer.Option("--replicas", min=1, help="Of all ranks, for --shard; or of the cluster.")
+    int | None, options.whole_number("--replicas", help="Of all ranks, for --shard; or of the cluster.")
 ]
 Search = Annotated[float, typer.Option("--search", min=0, metavar="SECONDS", help="Search a schedule, too.")]
 Profiled = Annotated[
@@ -64,12 +64,12 @@ Profiled = Annotated[
         options.numbers, "--profiled", metavar="LIST", help="Measure a model at these; interpolate between them."
     ),
 ]
-Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often each op is timed.")]
+Repeats = Annotated[int, options.whole_number("--repeats", help="How often each op is timed.")]
 Flops = Annotated[
     float | None,
     typer.Option("--flops", metavar="N", help="Operations a second of a rank, 400e12: nothing is timed, or on meta."),
 ]
-Top = Annotated[int, typer.Option("--top", min=1, help="How many of the best to list, beside the front.")]
+Top = Annotated[int, options.whole_number("--top", help="How many of the best to list, beside the front.")]
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from datetime import timedelta
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from fpipe.cli import options
 from fpipe.cli.output import progress, table
-from fpipe.cli.sweep import Sweep, read_entrants
+from fpipe.cli.sweep import HEADS, Entrants, Sweep, read_entrants
 from fpipe.pictures.dots import DotPair, DotRow, draw_dots
 from fpipe.pictures.plot import plot, write_drawing
 from fpipe.pictures.style import PLAIN
@@ -46,16 +46,16 @@ def _caps(text: str) -> list[float]:
     return caps
 
 
-Entrants = Annotated[
-    list[Any],
+Names = Annotated[
+    list[str],
     options.parsed_by(
         read_entrants,
-        metavar="NAME|FILE.py...",
+        metavar="NAME|FILE.py",
         help="Schedules, with options behind a colon; files that register some; torch:1F1B and others of torch's.",
     ),
 ]
 Ranks = Annotated[
-    int | None, typer.Option("--ranks", "-p", min=1, help="Processes; by default 2, or those that torchrun started.")
+    int | None, options.whole_number("--ranks", "-p", help="Processes; by default 2, or those that torchrun started.")
 ]
 Lengths = Annotated[
     Any, options.parsed_by(options.numbers, "--length", metavar="LIST", help="Tokens of a row to try: 64/128.")
@@ -70,7 +70,7 @@ Caps = Annotated[
         "stay below it.",
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=1, help="How often each schedule is timed.")]
+Rounds = Annotated[int, options.whole_number("--rounds", help="How often each schedule is timed.")]
 OfModel = Annotated[
     str | None,
     typer.Option(
@@ -80,8 +80,8 @@ OfModel = Annotated[
         "torch's classes run too; or as elsewhere (model, params, batch).",
     ),
 ]
-Width = Annotated[int, typer.Option(min=4, help="Of the GPT that runs without --model.")]
-Rows = Annotated[int, typer.Option(min=1, help="Of its microbatches.")]
+Width = Annotated[int, options.whole_number("--width", help="Of the GPT that runs without --model.")]
+Rows = Annotated[int, options.whole_number("--rows", help="Of its microbatches.")]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -98,7 +98,7 @@ Timelines = Annotated[
 
 def race(
     typed: typer.Context,
-    entrants: Entrants,
+    names: Names,
     ranks: Ranks = None,
     microbatches: options.Counts = "8",
     length: Lengths = "64",
@@ -132,14 +132,17 @@ def race(
         if any(options.is_typed(typed, option) for option in ("width", "rows")):
             raise typer.BadParameter("--width and --rows are of the layers that run without --model.", ctx=typed)
         options.function(model)
+    if width % HEADS:
+        raise typer.BadParameter(f"--width is a multiple of the {HEADS} heads, found {width}.", ctx=typed)
     settings = len(microbatches) * len(length) * len(memory_cap or [0])
     if timelines is not None and settings > 1:
         raise typer.BadParameter(f"--timelines draws one setting, found {settings}.", ctx=typed)
     for path in (timelines, output):
         if path is not None and not path.parent.is_dir():
             raise FileNotFoundError(f"{str(path.parent)!r} is not a folder: create it first.")
-    names = [name for entrant in entrants for name in entrant.names]
-    sweep = Sweep(names, microbatches, length, memory_cap or [None], rounds, model, width, rows)
+    entrants = cast("list[Entrants]", names)
+    raced_names = [name for entrant in entrants for name in entrant.names]
+    sweep = Sweep(raced_names, microbatches, length, memory_cap or [None], rounds, model, width, rows)
     imports = typed.parent.params.get("imports") if typed.parent else None
     modules = [*(imports or ()), *(entrant.file for entrant in entrants if entrant.file)]
     # The rows of a setting are printed and written at once, so that a run that is killed leaves what it has measured.

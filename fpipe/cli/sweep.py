@@ -11,6 +11,8 @@ from fpipe.schedules import names
 from fpipe.schedules.notations import NamedSchedule, parse
 
 TORCH = "torch:"
+HEADS = 4
+"""Of the GPT that races without a --model."""
 # The classes of torch.distributed.pipelining, as its `get_schedule_class` calls them, and schedules in the same order.
 SCHEDULE_BY_CLASS = {
     "GPipe": "gpipe",

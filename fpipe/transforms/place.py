@@ -85,18 +85,15 @@ def checked_homes(program: Program, homes: Homes | None) -> dict[int, tuple[int,
     if homes is None:
         return {}
     argument = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes
-    ranks_by_stage = {
-        as_plain(stage): tuple(map(as_plain, home if isinstance(home, Iterable) else (home,)))
-        for stage, home in argument.items()
-    }
-    for stage in ranks_by_stage:
-        if type(stage) is not int or not 0 <= stage < program.stages:
+    ranks_by_stage: dict[int, tuple[int, ...]] = {}
+    for stage, home in argument.items():
+        ranks = tuple(map(as_plain, home if isinstance(home, Iterable) else (home,)))
+        if type(as_plain(stage)) is not int or not 0 <= stage < program.stages:
             raise ProgramError(f"homes names stage {stage!r}; this program has stages 0..{program.stages - 1}.")
-    for stage, ranks in ranks_by_stage.items():
         if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
-            rule = "a home is a rank from 0, or several of them"
-            raise ProgramError(f"homes gives stage {stage} {argument[stage]!r}; {rule}.")
-    return {stage: tuple(sorted(ranks)) for stage, ranks in ranks_by_stage.items()}
+            raise ProgramError(f"homes gives stage {stage} {home!r}; a home is a rank from 0, or several of them.")
+        ranks_by_stage[as_plain(stage)] = tuple(sorted(ranks))
+    return ranks_by_stage
 
 
 def _place_op(op: Op, rule: RankRule) -> Op:
