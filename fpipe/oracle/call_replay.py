@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fpipe.oracle.call_result import CallResult, RecordedChoice
 from fpipe.oracle.recorded_calls import Call, RecordedCalls, input_hashes, module_call
-from fpipe.oracle.recorded_choice import RecordedChoice
 from fpipe.oracle.recorded_step import RecordedStep
 from fpipe.oracle.replay_graph import find_readers, subtract_flows
 from fpipe.oracle.run_report import eps_of
@@ -36,48 +35,6 @@ class OtherCalls(ValueError):
 
 class UnknownPart(ValueError):
     """A rank's part of a DTensor cannot be placed in the whole."""
-
-
-@dataclass
-class CallResult:
-    """The tensors of a replayed call, in the order of the record.
-
-    Attributes:
-        outputs: the tensors that the call returns.
-        child_inputs: the tensors that each child takes, by the child's number.
-        child_grads: the gradient of each output of each child; None where none flows.
-        input_grads: the gradient of each input.
-        param_grads: the gradient of each parameter of the module, by its name in the net.
-        choices: the top-k of the call's own code, in order.
-        readers: for each child, the places that its outputs reach without passing another: other children, or -1 for
-            the call's own outputs.
-        flows: by the index of an output, the gradient that it has of another output or a child that reads it.
-        eps: the machine epsilon of the coarsest result.
-        has_grads: whether the backward could be replayed.
-    """
-
-    outputs: list[Tensor]
-    child_inputs: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
-    child_grads: dict[int, list[Tensor | None]] = field(default_factory=dict[int, list[Tensor | None]])
-    input_grads: list[Tensor | None] = field(default_factory=list[Tensor | None])
-    param_grads: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    choices: list[RecordedChoice] = field(default_factory=list[RecordedChoice])
-    readers: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    flows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    eps: float = 0.0
-    has_grads: bool = True
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by a name of their place, so that two replays can be compared."""
-        rows = {
-            **{f"output {i}": x for i, x in enumerate(self.outputs)},
-            **{f"handed {child} {i}": x for child, xs in self.child_inputs.items() for i, x in enumerate(xs)},
-            **{f"child {child} {i}": x for child, xs in self.child_grads.items() for i, x in enumerate(xs)},
-            **{f"input {i}": x for i, x in enumerate(self.input_grads)},
-            **{f"param {name}": x for name, x in self.param_grads.items()},
-            **{f"scores {i}": choice.scores for i, choice in enumerate(self.choices)},
-        }
-        return {name: tensor for name, tensor in rows.items() if tensor is not None}
 
 
 class CallReplay:

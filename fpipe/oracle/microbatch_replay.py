@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fpipe.oracle.call_replay import CallReplay, CallResult, OtherCalls
+from fpipe.oracle.call_replay import CallReplay, OtherCalls
+from fpipe.oracle.call_result import CallResult
 from fpipe.oracle.explain_call import explain_gradient, explain_output, find_mistake
 from fpipe.oracle.recorded_calls import input_hashes, module_call
 from fpipe.oracle.recorded_step import RecordedStep
