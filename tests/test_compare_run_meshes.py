@@ -165,9 +165,14 @@ def test_many_drawn_meshes_are_not_accused(four: Processes, tmp_path: Path, seed
 @pytest.mark.parametrize(
     ("kind", "case", "subject", "phase", "mistake"),
     [
-        ("tp", "norms alone", "0.norm.weight", "reduction", "it is added over ranks 0, 2 alone"),
         ("pp", "stage alone", "1.norm.weight", "reduction", "it is not added over ranks: rank 1 has its own"),
-        ("pp", "norm of a stage", "the norm", "norm", "each rank has the norm of its own part"),
+        *(
+            pytest.param(*row, marks=pytest.mark.deep)
+            for row in (
+                ("tp", "norms alone", "0.norm.weight", "reduction", "it is added over ranks 0, 2 alone"),
+                ("pp", "norm of a stage", "the norm", "norm", "each rank has the norm of its own part"),
+            )
+        ),
     ],
 )
 def test_mistakes_on_a_mesh_are_named(
