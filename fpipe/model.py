@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fpipe.limits import argument_error, check_whole_number, checked_init
@@ -309,21 +309,6 @@ def require_loss(model: Model, consequence: str) -> None:
     """Raise ValueError if a model computes no loss, and so has no gradients."""
     if not require_model(model).has_loss:
         raise ValueError(f"the net computes no loss, so {consequence}: say loss=.")
-
-
-def with_loss_as_output(model: Model) -> Model:
-    """Return the model whose last stage returns the loss alone, where it returns an output and its loss."""
-    last_stage = model.stages[-1]
-    if not last_stage.aux_loss:
-        return model
-
-    # Derivatives are taken of what the loss function reads, which is the output of the last stage.
-    @wraps(last_stage.forward)
-    def forward(params: Any, x: Any, **extra_arguments: Any) -> Any:
-        _, *state, loss = last_stage.forward(params, x, **extra_arguments)
-        return (loss, *state) if state else loss
-
-    return replace(model, stages=(*model.stages[:-1], replace(last_stage, forward=forward, aux_loss=False)))
 
 
 def normalise_inputs(

@@ -20,12 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fpipe import tree
 from fpipe.derived.custom_stage import refuse_rules
+from fpipe.derived.per_example import with_loss_as_output
 from fpipe.graphs.language.graph import aval_of_tensor
 from fpipe.graphs.tracing.marks import collect_marks
 from fpipe.meaning.purity.ambient import in_fake_mode
 from fpipe.meaning.purity.keys import random_states, replay_from
 from fpipe.meaning.purity.outputs import copy_state, split_loss, split_output
-from fpipe.model import Model, Stage, require_loss, with_loss_as_output
+from fpipe.model import Model, Stage, require_loss
 from fpipe.torch_private.modules import load_forward_mode
 
 # Run a function of pytrees on dual numbers: tensors with a tangent next to them, in forward mode over reverse mode. The

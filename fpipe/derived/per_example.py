@@ -20,7 +20,7 @@ from fpipe import tree
 from fpipe.derived.custom_stage import refuse_rules
 from fpipe.graphs.tracing.marks import collect_marks
 from fpipe.meaning.purity.outputs import split_loss, split_output
-from fpipe.model import Model, Stage, require_loss, with_loss_as_output
+from fpipe.model import Model, Stage, require_loss
 
 
 def per_example(model: Model) -> Model:
@@ -70,6 +70,21 @@ def per_example(model: Model) -> Model:
     return replace(
         model, stages=stages, loss=loss, reduction="sum", aux=True, function=None, per_example=True, report=report
     )
+
+
+def with_loss_as_output(model: Model) -> Model:
+    """Return the model whose last stage returns the loss alone, where it returns an output and its loss."""
+    last_stage = model.stages[-1]
+    if not last_stage.aux_loss:
+        return model
+
+    # Derivatives are taken of what the loss function reads, which is the output of the last stage.
+    @wraps(last_stage.forward)
+    def forward(params: Any, x: Any, **extra_arguments: Any) -> Any:
+        _, *state, loss = last_stage.forward(params, x, **extra_arguments)
+        return (loss, *state) if state else loss
+
+    return replace(model, stages=(*model.stages[:-1], replace(last_stage, forward=forward, aux_loss=False)))
 
 
 def _refuse_shared(stage: Stage, stage_name: str) -> None:
