@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.meaning.step import StepOptions
+from fpipe.runtimes.audit import audits
 from fpipe.runtimes.processes.replicas import Voters
 from fpipe.runtimes.processes.step_header import refuse_varying_counts
 from tests.processes import SOON, Processes, time_call
@@ -265,9 +267,8 @@ def disagree(rank: int, mistake: str) -> tuple[int, str, bool]:
         check_batch="never",
     )
     gathers = list[Any]()
-    with pytest.MonkeyPatch.context() as patch:
-        gather = Voters.gather
-        patch.setattr(Voters, "gather", lambda *args: gathers.append(args) or gather(*args))
+    gather = Voters.gather
+    with patch.object(Voters, "gather", lambda *args: gathers.append(args) or gather(*args)):
         for batch in (three, single, three, single, others):
             step(params, batch)
     unlike = {
@@ -301,6 +302,26 @@ def test_ranks_that_hold_both_sides_send_no_header_and_notice_where_they_differ(
     for gathers, error, is_soon in pair.run(disagree, mistake):
         assert (gathers, is_soon) == (1, True)
         assert sentence in error
+
+
+def count_audits(rank: int) -> int:
+    def double(p: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["w"])
+
+    model = fpipe.from_functions([double] * 2, torch.nn.functional.mse_loss)
+    params = tuple({"w": torch.eye(6)} for _ in range(2))
+    batches = [(torch.ones(4, length, 6), torch.zeros(4, length, 6)) for length in range(8, 15)]
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batches[0]))
+    with patch.object(audits, "_run_and_compare", wraps=vars(audits)["_run_and_compare"]) as audit:
+        for batch in batches:
+            step(params, batch)
+    return audit.call_count
+
+
+def test_audits_of_filled_lengths_go_on_from_those_before(pair: Processes):
+    """Each new length used to begin with three audits. Here the first one does, and the open ones together."""
+    assert pair.run(count_audits) == [4, 4]
 
 
 def refuse(*axes: str, **options: bool) -> None:

@@ -108,8 +108,10 @@ class ExchangeLane:
         launches = dict[int, Launch]()
         for row, instruction in enumerate(instructions):
             op = instruction.ops[0]
-            graph = lowered.parts[op].filled() if op in lowered.parts else None
-            if op.rank == rank and is_exchange(op) and (op.kind in "FBI" if graph is None else graph.is_collective):
+            sized_graph = lowered.parts.get(op)
+            is_collective_op = op.kind in "FBI" if sized_graph is None else sized_graph.graph.is_collective
+            if op.rank == rank and is_exchange(op) and is_collective_op:
+                graph = None if sized_graph is None else sized_graph.filled()
                 # A loss is computed from the result within the same op, so that op waits itself.
                 computes_loss = graph is None and any(value.name == "loss" for value in op.writes)
                 run = instruction.run if graph is None else compile_graph(self._without_waits(graph), op.kind)

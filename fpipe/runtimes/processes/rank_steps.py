@@ -75,6 +75,7 @@ class RankSteps:
         watch: begins to watch the step of a number.
         begun: how many steps have begun.
         step_by_signature: lowered steps, by signature and the index of the first microbatch, if replicas tell it.
+        latest: the step that was prepared last, if any; shared, as the steps before, by all programs.
         has_one_signature: whether all steps have one signature, which a header has told.
     """
 
@@ -93,6 +94,7 @@ class RankSteps:
     begun: int = 0
     has_one_signature: bool = False
     step_by_signature: LRUCache[Any, RankStep] = field(default_factory=lambda: LRUCache(MAX_SIGNATURES))
+    latest: list[RankStep] = field(default_factory=list[RankStep])
     graph_streams: GraphStreams | None = None
 
     def __post_init__(self) -> None:
@@ -134,6 +136,10 @@ class RankSteps:
         for stage, reason in untraced.unexpected_reasons() if traces else ():
             if stage in local_stages:
                 warn(f"{UNDER_AUTOGRAD}: {reason}", stacklevel=4)
+        # The Python of a trace that is filled with other sizes was audited with the sizes before.
+        if prepared.lowered.is_filled and not (self.step_options.compile or self.graph_streams):
+            prepared.continue_audits(self.latest)
+        self.latest[:] = [prepared]
         return prepared
 
     def agree(self, sync_point: str, input_name: str, prepared: RankStep, key: Keys, more_claims: Claims) -> None:
@@ -175,6 +181,8 @@ class RankSteps:
         self.compare_step(step_number, local_inputs, prepared, is_new, batch_claims)
         if is_new:
             self.step_by_signature[signature] = prepared
+            # Text of all graphs, as large as the rest of a lowered step.
+            prepared.stage_claims = {}
         if self.has_one_signature:
             self._single_step = prepared
         prepared.refuse_missing(leaves)
