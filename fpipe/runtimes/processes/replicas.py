@@ -96,7 +96,8 @@ class Voters:
         if self._group.size() == 1:
             return [[number] for number in numbers]
         own_numbers = torch.tensor(numbers, device=self._device)
-        gathered = own_numbers.new_empty(self._group.size(), len(own_numbers))
+        # Until the others' numbers have come, as if all had sent the same: never numbers that nobody sent.
+        gathered = own_numbers.repeat(self._group.size(), 1)
         try:
             work = dist.all_gather([*gathered], own_numbers, group=self._group, async_op=True)
         except RuntimeError as error:
