@@ -1,6 +1,7 @@
 """Recorded runs on meshes of four processes: replicas of tensor-parallel nets, of pipelines and of mixtures."""
 
 import random
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 
 
-class MeshRun:
+class MeshRun(ABC):
     """A training run that a seed draws, over replicas ("dp") of a net that is cut over two ranks.
 
     Attributes:
@@ -63,8 +64,9 @@ class MeshRun:
                     optimizer.step()
                     optimizer.zero_grad()
 
+    @abstractmethod
     def backward(self, record: Any, x: Tensor, t: Tensor) -> None:
-        raise NotImplementedError
+        """Run forward and backward of each microbatch, recorded."""
 
     def average(self, name: str, param: nn.Parameter) -> None:
         grad = local_grad(param)

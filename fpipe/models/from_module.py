@@ -309,10 +309,10 @@ def _without_loss(output: Any, loss: Any) -> Any:
     """Return the results of a net besides its loss: a lone value itself, None if there is nothing."""
     leaves, containers = tree.flatten(output)
     # A loss may stand anywhere in the containers; whoever returns (logits, loss) asks for logits and no tuple.
-    rest: Any = tree.unflatten(containers, [None if leaf is loss else leaf for leaf in leaves])
-    if not isinstance(rest, Mapping):
-        rest = dict(enumerate(rest if isinstance(rest, tuple | list) else [rest]))
-    results: dict[Any, Any] = {name: value for name, value in rest.items() if value is not None}
+    outputs: Any = tree.unflatten(containers, [None if leaf is loss else leaf for leaf in leaves])
+    if not isinstance(outputs, Mapping):
+        outputs = dict(enumerate(outputs if isinstance(outputs, tuple | list) else [outputs]))
+    results: dict[Any, Any] = {name: value for name, value in outputs.items() if value is not None}
     if len(results) < 2:
         return next(iter(results.values()), None)
     return results if isinstance(output, Mapping) else tuple(results.values())
